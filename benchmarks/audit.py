@@ -73,14 +73,14 @@ def build(data: Path, output: Path, settings: dict[str, Any]) -> tuple[Any, Any]
     from launcher.training.hooks import step_hooks
     from launcher.training.hooks.audit import StepAudit
     from launcher.training.setup import build_run
-    from launcher.training.step import TrainStep
+    from launcher.training.train_step import TrainStep
 
     class KeepingAudit(StepAudit):
         findings: tuple[Any, ...] = ()
 
-        def _settle(self, step: Any, *, update: bool) -> None:
-            self._watching.close()
-            self.findings += tuple(self._auditor.settle(step.number, update=update))
+        def _resolve(self, step: Any, *, update: bool) -> None:
+            self._recording.close()
+            self.findings += tuple(self._audit.finish(step.number, update=update))
 
     class FlippedStep(TrainStep):
         def __init__(self, run: Any) -> None:
@@ -108,7 +108,7 @@ def build(data: Path, output: Path, settings: dict[str, Any]) -> tuple[Any, Any]
 def find_flips(data: Path, output: Path, settings: dict[str, Any], plan: dict[str, int]) -> dict[str, Any]:
     """False alarms in clean steps, then what is found of flipped bits."""
     run, take = build(data, output, settings)
-    auditor, rank, progress, drawn = take.audit._auditor, run.mesh.rank, run.progress, Random(0)
+    auditor, rank, progress, drawn = take.audit._audit, run.mesh.rank, run.progress, Random(0)
     alarms, kinds = 0, Counter()
     for _ in range(plan["clean"]):
         progress, record = take(progress)
@@ -124,7 +124,7 @@ def find_flips(data: Path, output: Path, settings: dict[str, Any], plan: dict[st
         victim, call = drawn.randrange(RANKS), drawn.randrange(1, calls + 1)
         is_product = auditor.kind_of(step) == "product"
         if where == "looked_at":
-            call = drawn.choice(looked_at(auditor._chance(step, victim), calls))
+            call = drawn.choice(looked_at(auditor._generator(step, victim), calls))
         take.flip.call, take.flip.bit = 0, bit
         # Draws are the same on every rank; one of them goes wrong.
         if rank == victim and (is_product or where == "any"):
@@ -134,7 +134,7 @@ def find_flips(data: Path, output: Path, settings: dict[str, Any], plan: dict[st
         if is_product or where == "any":
             wanted.pop()
             found = take.audit.findings
-            named = [x for x in found if x.is_named and list(x.suspects) == [victim] and x.of == victim]
+            named = [x for x in found if x.is_named and list(x.candidate_ranks) == [victim] and x.of == victim]
             flips.append({"where": where, "bit": bit, "found": bool(found), "named": len(named) == len(found) > 0})
     run.feed.close()
     return {"alarms": alarms, "kinds": dict(kinds), "calls": calls, "flips": flips}
@@ -142,7 +142,7 @@ def find_flips(data: Path, output: Path, settings: dict[str, Any], plan: dict[st
 
 def measure_cost(data: Path, output: Path, rounds: int) -> dict[str, Any]:
     """CPU seconds of a plain step and of an audited one of each kind, and the memory that an audit takes."""
-    from parallel.audit.auditor import SHARES
+    from parallel.audit.operation_audit import SHARES
 
     run, take = build(data, output, {**COSTS, "run.audit_every": 2})
     progress = run.progress
@@ -171,8 +171,8 @@ def measure_cost(data: Path, output: Path, rounds: int) -> dict[str, Any]:
 
 def costs(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of all ranks together: the smallest time of each kind of step, since noise only adds."""
-    from launcher.config.sections import RunSection
-    from parallel.audit.auditor import SHARES
+    from launcher.config.config_sections import RunSection
+    from parallel.audit.operation_audit import SHARES
 
     seconds = {kind: sum(min(rank["seconds"][kind]) for rank in ranks) for kind in ranks[0]["seconds"]}
     peaks = {kind: max(max(rank["peaks"][kind]) for rank in ranks) for kind in ranks[0]["peaks"]}

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.contract import KernelRequest, Scores, merge_
-from longctx.kernels.attention.select import choose_kernel
-from parallel.schedule.schedule import Schedule
+from longctx.kernels.attention.kernel_interface import KernelRequest, ScoreRules, merge_
+from longctx.kernels.attention.kernel_selection import choose_kernel
+from parallel.schedule.attention_schedule import Schedule
 
 
 class _Block(NamedTuple):
@@ -29,7 +29,7 @@ def blocks_alone(schedule: Schedule, rank: int, whole: list[Tensor]) -> Callable
     q, dout = (schedule.layout.split(whole[n], rank, 1) for n in (0, 3))
     head_dim, num_kv_heads = whole[1].shape[3], whole[1].shape[2]
     kernel = choose_kernel("auto", KernelRequest("cpu", q.dtype, head_dim, q.shape[2], num_kv_heads))
-    scores = Scores(scale=head_dim**-0.5)
+    scores = ScoreRules(scale=head_dim**-0.5)
     blocks = list(_blocks(schedule, rank, whole[1], whole[2]))
 
     def forward(block: _Block) -> tuple[Tensor, Tensor]:

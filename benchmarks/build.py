@@ -48,7 +48,7 @@ GROUP_BYTES = 1 << 24
 """Text that SentencePiece alone is given at once."""
 LEAST_RATE, MOST_MB = 0.9, 1500
 _LOOK_SECONDS = 0.1
-PRELOAD = ("data_pipeline.prepare.build",)
+PRELOAD = ("data_pipeline.prepare.build_shards",)
 
 
 def write_corpus(folder: Path, file_bytes: int, files: int = FILES, source: str = "stdlib") -> list[Path]:

@@ -153,7 +153,7 @@ def start(folder: Path, share: float) -> dict[str, float]:
 
 def plan_blocks(folder: Path, seq_len: int, documents: int) -> dict[str, float]:
     """Plan an epoch's first blocks, of so many documents or more: CPU seconds, and what they hold."""
-    from data_pipeline.rows.blocks import BlockPlanner, PackReport
+    from data_pipeline.rows.epoch_blocks import BlockPlanner, PackReport
     from data_pipeline.shards.reader import ShardSet
 
     planner = BlockPlanner(ShardSet.open(folder, verify=False), seq_len)

@@ -30,9 +30,9 @@ from benchmarks.machine import offer_save, save
 from data_pipeline.loader import build_loader
 from longctx.batch import PADDING_DOCUMENT, Batch
 from parallel.layout.sequence import SequenceLayout
-from parallel.layout.side_by_side import rows_at_once, tokens_on_ranks
+from parallel.layout.tokens_per_rank import rows_at_once, tokens_on_ranks
+from parallel.schedule.attention_schedule import Schedule
 from parallel.schedule.degrees import degrees_of
-from parallel.schedule.schedule import Schedule
 
 LIMIT = 1.05
 """Of the mean: what a rank may have of attention."""
@@ -99,8 +99,8 @@ def place(batch: Batch, ranks: int, tokens_per_rank: int) -> Placed:
         tokens=[int((shard != PADDING_DOCUMENT).sum()) for shard in shards],
         received=sum(schedule.rows_received(rank) for rank in range(ranks)),
         ranks=sum(degrees.ranks),
-        fewest=sum(degrees.fewest),
-        fewest_even=int(np.maximum(even, degrees.fewest).sum()),
+        fewest=sum(degrees.min_ranks),
+        fewest_even=int(np.maximum(even, degrees.min_ranks).sum()),
         documents=len(lengths),
         padding=padded.documents.num_tokens - given,
     )

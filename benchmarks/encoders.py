@@ -126,7 +126,7 @@ def page_batches() -> tuple[dict[str, Tensor], Batch]:
     given["labels"] = padded(labels, IGNORED_TARGET)[0]
     targets = torch.cat(labels)[None]
     row = with_targets(packed(read), targets)
-    return given, replace(row, places=(targets[0] != IGNORED_TARGET).nonzero().flatten())
+    return given, replace(row, masked_indices=(targets[0] != IGNORED_TARGET).nonzero().flatten())
 
 
 BUILD = {"marian": (marian, pair_batches, "causal"), "bert": (bert, page_batches, "masked")}
@@ -213,7 +213,7 @@ def measure_writing(rounds: int) -> dict[str, Any]:
     """CPU seconds of both to write of all sources, by turns."""
     import transformers
 
-    from longctx.generation.batch import generate_batch
+    from longctx.generation.continuous_batching import generate_batch
 
     torch.set_num_threads(THREADS)
     reference = marian().eval()

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.audit.again import tensors_in
-from parallel.audit.auditor import CALLS
 from parallel.audit.capture import OPERATORS
+from parallel.audit.operation_audit import CALLS
 
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

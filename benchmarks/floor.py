@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.kernels.attention.contract import KernelRequest, Scores
-from longctx.kernels.attention.select import choose_kernel
+from longctx.kernels.attention.kernel_interface import KernelRequest, ScoreRules
+from longctx.kernels.attention.kernel_selection import choose_kernel
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.matmul import multiplies_in_float32
-from longctx.kernels.processor import fastest_products
+from longctx.kernels.processor import fastest_matmul_mode
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import Experts
 from longctx.model.experts.router import Router
@@ -95,7 +95,7 @@ def products(decoder: Decoder, tokens: int, counts_LE: list[list[int]]) -> Itera
 def _operand(weight_OI: Tensor) -> Tensor:
     """The weight in the dtype that its products are formed in."""
     weight_OI = weight_OI.detach()
-    return weight_OI.float() if multiplies_in_float32(weight_OI, fastest_products()) else weight_OI
+    return weight_OI.float() if multiplies_in_float32(weight_OI, fastest_matmul_mode()) else weight_OI
 
 
 def product_step(wanted: list[Product]) -> Callable[[], None]:
@@ -136,7 +136,7 @@ def attention_step(config: ModelConfig, tokens: int, dtype: torch.dtype) -> Call
     H, D, V = config.num_heads, config.head_dim, config.value_dim
     K = H if config.is_latent else config.num_kv_heads
     kernel = choose_kernel("auto", KernelRequest("cpu", dtype, D, H, K, V))
-    slices, scores = slice_table([AttentionSlice(0, tokens, 0, tokens, lo=0)]), Scores(scale=config.scale)
+    slices, scores = slice_table([AttentionSlice(0, tokens, 0, tokens, lo=0)]), ScoreRules(scale=config.scale)
     q, k, v, dout = (torch.randn(1, tokens, *of).to(dtype) for of in ((H, D), (K, D), (K, V), (H, V)))
 
     def step() -> None:

@@ -30,13 +30,13 @@ from torch.nn import functional
 from benchmarks.bounds import Bound, conclude, parse
 from benchmarks.ranks import run_ranks
 from longctx.batch import PackedDocuments
-from longctx.kernels.attention.contract import Scores
-from longctx.kernels.gated_delta.call import Options
-from longctx.kernels.gated_delta.front import Tokens, Weights
-from longctx.kernels.gated_delta.rule import gated_delta
-from longctx.kernels.linear_attention import Segments
+from longctx.kernels.attention.kernel_interface import ScoreRules
+from longctx.kernels.gated_delta.front import GatedDeltaWeights, ProjectedTokens
+from longctx.kernels.gated_delta.gated_delta_call import GatedDeltaOptions
+from longctx.kernels.gated_delta.gated_delta_rule import gated_delta
+from longctx.kernels.linear_attention import StateSegments
 from longctx.model.attention.core import AttentionShapes
-from parallel.attention.gated_delta import ContextParallelGatedDelta
+from parallel.attention.context_parallel_gated_delta import ContextParallelGatedDelta
 from parallel.attention.state_plans import StatesOfBatch
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
@@ -49,7 +49,7 @@ RANK_TOKENS, RANK_HEADS = 8192, 16
 TIME_BOUND, SCALING_BOUND = 0.6, 0.9
 
 
-def problem(kind: str, tokens: int, K: int = KEY_HEADS) -> tuple[Tokens, Weights, Tensor]:
+def problem(kind: str, tokens: int, K: int = KEY_HEADS) -> tuple[ProjectedTokens, GatedDeltaWeights, Tensor]:
     """Inputs as leaves, and the output's gradient."""
     D = DIM
     G, X = (1, D) if kind == "kda" else (2, 1)
@@ -58,14 +58,18 @@ def problem(kind: str, tokens: int, K: int = KEY_HEADS) -> tuple[Tokens, Weights
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).requires_grad_()
 
-    given = Tokens(
+    given = ProjectedTokens(
         normal(1, tokens, K, D), normal(1, tokens, K, D), normal(1, tokens, K, G, D), normal(1, tokens, K, G, X),
         normal(1, tokens, K, G),
     )  # fmt: skip
-    return given, Weights(normal(K, (2 + G) * D, CONV), normal(K, G), normal(K, G, X)), normal(1, tokens, K * G, D)
+    return (
+        given,
+        GatedDeltaWeights(normal(K, (2 + G) * D, CONV), normal(K, G), normal(K, G, X)),
+        normal(1, tokens, K * G, D),
+    )
 
 
-def theirs(kind: str, given: Tokens, weights: Weights) -> Tensor:
+def theirs(kind: str, given: ProjectedTokens, weights: GatedDeltaWeights) -> Tensor:
     """transformers' functions, as its layer calls them."""
     from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
     from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
@@ -101,7 +105,7 @@ def measure_layer(kind: str, tokens: int, rounds: int) -> dict[str, Any]:
     """CPU seconds of both, the smallest of rounds in which they take turns."""
     given, weights, dout = problem(kind, tokens)
     leaves = [*given, *weights]
-    options = Options(segments=Segments(PackedDocuments.of([0, tokens])))
+    options = GatedDeltaOptions(segments=StateSegments(PackedDocuments.of([0, tokens])))
     ways = {
         "longctx": lambda: gated_delta(given, weights, options)[0],
         "transformers": lambda: theirs(kind, given, weights),
@@ -124,8 +128,8 @@ def on_rank(tokens: int, context: int, rounds: int) -> dict[str, Any]:
         layout.split(x.detach(), mesh.context_rank, 1).requires_grad_() for x in (given.q_BtKD, given.k_BtKD, values)
     )
     mine = layout.split(dout.detach(), mesh.context_rank, 1).unflatten(2, (RANK_HEADS, -1)).flatten(3)
-    shapes = AttentionShapes.of(q, k, v, Scores(scale=1.0))
-    plan = StatesOfBatch.build(StatePlan.build(layout), mesh, shapes, what="gated delta rule")
+    shapes = AttentionShapes.of(q, k, v, ScoreRules(scale=1.0))
+    plan = StatesOfBatch.build(StatePlan.build(layout), mesh, shapes, layer_kind="gated delta rule")
     core = ContextParallelGatedDelta(mesh, "contiguous")
     gather, sent = dist.all_gather_into_tensor, []
 

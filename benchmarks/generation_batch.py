@@ -80,7 +80,7 @@ def build(case: str) -> dict[str, Continue]:
     ids = prompts(int(count), model.config.vocab_size)
 
     def continue_ours(new_tokens: int) -> list[list[int]]:
-        from longctx.generation.batch import generate_batch
+        from longctx.generation.continuous_batching import generate_batch
 
         found = dict(generate_batch(model, ids.tolist(), new_tokens))
         return [found[index] for index in range(len(ids))]

@@ -32,14 +32,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu
-from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, Scores, merge_
+from longctx.kernels.attention.kernel_interface import AttentionKernel, KernelRequest, ScoreRules, merge_
+from longctx.kernels.attention.kernel_selection import device_generation, order_of_auto
 from longctx.kernels.attention.reference import ReferenceKernel
-from longctx.kernels.attention.select import device_generation, order_of_auto
 from longctx.kernels.attention.slices import Q_STOP, AttentionSlice, slice_table
 from longctx.kernels.dtypes import accumulate_dtype
 from parallel.layout.sequence import SequenceLayout
+from parallel.schedule.attention_schedule import Schedule
 from parallel.schedule.bands import area
-from parallel.schedule.schedule import Schedule
 
 BANDWIDTHS = {"NVLink (assumed 350 GB/s)": 350e9, "InfiniBand NDR (assumed 45 GB/s)": 45e9}
 """Bytes a second that a rank receives, by link: assumptions, not measurements."""
@@ -64,8 +64,8 @@ class Setting:
     rounds: int
 
     @property
-    def scores(self) -> Scores:
-        return Scores(scale=self.head_dim**-0.5)
+    def scores(self) -> ScoreRules:
+        return ScoreRules(scale=self.head_dim**-0.5)
 
     def kernels(self, *, window: bool = True) -> dict[str, AttentionKernel]:
         """The kernels that this device has, the preferred one first; ``window`` leaves out those without one."""
@@ -187,7 +187,7 @@ class RankWork:
     def backward(self, out: Tensor, lse: Tensor, owners: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
         """Return the gradient of this rank's queries, given what ``forward`` returned.
 
-        Gradients of keys and values are added to ``owners``, dk and dv of every rank; without it to a buffer, which
+        Gradients of keys and values are added to ``kv_ranks``, dk and dv of every rank; without it to a buffer, which
         takes as long.
         """
         dq = torch.zeros_like(self.q, dtype=accumulate_dtype(self.q.dtype))
@@ -333,7 +333,7 @@ def _attention(
     v: Tensor,
     dout: Tensor,
     slices: Tensor,
-    scores: Scores,
+    scores: ScoreRules,
 ) -> list[Tensor]:
     """Output and gradients."""
     out, lse = kernel.forward(q, k, v, slices, scores=scores)

@@ -34,7 +34,7 @@ from benchmarks.gpu import Stopwatch, peak_bytes, quickest, show
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher
-from longctx.model.experts.layer import MixtureOfExperts, MoECall
+from longctx.model.experts.moe_layer import MixtureOfExperts, MoECall
 
 TILE_TOKENS = 16_384
 """Of a layer that does not fit at once."""

@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.bounds import Bound, conclude, parse
 from benchmarks.machine import RESULTS, processor_kind
 from benchmarks.tuning import run
-from launcher.cluster.command import torchrun
+from launcher.cluster.launch_commands import torchrun
 
 CASES = ("recall", "positions")
 HYBRID = ("gated_delta", "gated_delta", "gated_delta", "full")

@@ -11,8 +11,8 @@ Two baselines that no run can choose assign the chunks of ``balanced``, most wor
 with the least work so far, as MagiAttention's solver does. ``affine heap`` allows as much imbalance as ``balanced`` and
 gives each to the rank that needs the fewest more rows for it, so the two can be compared at the same balance.
 
-The second table is what ``parallel.layout = "auto"`` chooses by (``parallel/layout/select.py``): each kind of attention
-layer under each layout, over one document and over packed rows.
+The second table is what ``parallel.layout = "auto"`` chooses by (``parallel/layout/layout_choice.py``): each kind of
+attention layer under each layout, over one document and over packed rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import numpy as np
 from benchmarks.machine import offer_save, save
 from data_pipeline.loader import build_loader
 from parallel.layout.balanced import Chunks, WorkCost, chunk_pieces, cut_chunks
-from parallel.layout.sequence import KINDS, Run, SequenceLayout
-from parallel.schedule.schedule import Schedule
+from parallel.layout.sequence import KINDS, SequenceLayout, TokenRun
+from parallel.schedule.attention_schedule import Schedule
 
 TOLERANCE = 1.05
 """Imbalance that ``least_rows`` allows."""
@@ -145,7 +145,7 @@ def affine_heap_layout(num_tokens: int, degree: int, cu_seqlens: list[int]) -> S
 
 def _layout_of(name: str, num_tokens: int, chunks: Chunks, owner: np.ndarray) -> SequenceLayout:
     """The layout in which each chunk lies on its owner."""
-    runs = tuple(tuple(Run(start, count, 1) for start, count in pieces) for pieces in chunk_pieces(chunks, owner))
+    runs = tuple(tuple(TokenRun(start, count, 1) for start, count in pieces) for pieces in chunk_pieces(chunks, owner))
     return SequenceLayout(name, num_tokens, chunks.degree, 1, runs)
 
 

@@ -83,7 +83,7 @@ def measure(case: Case, new_tokens: int, later_tokens: int) -> dict[str, Any]:
 
     Of the later tokens only the CPU seconds are measured, of one of them. With them, memory is given back when freed.
     """
-    from longctx.generation import Request, stream
+    from longctx.generation import GenerationOptions, stream
     from parallel.mesh import Mesh
     from parallel.parallelize import build_parallel_model
 
@@ -93,9 +93,9 @@ def measure(case: Case, new_tokens: int, later_tokens: int) -> dict[str, Any]:
     decoder = build_parallel_model(case.config(), mesh, layout="zigzag").network.eval()
     prompt = torch.randint(1024, (case.prompt_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
     # The first use of anything is not counted.
-    list(stream(decoder, prompt[:64], Request(max_new_tokens=2, chunk_tokens=CHUNK_TOKENS)))
+    list(stream(decoder, prompt[:64], GenerationOptions(max_new_tokens=2, chunk_tokens=CHUNK_TOKENS)))
 
-    request = Request(max_new_tokens=new_tokens + later_tokens, chunk_tokens=CHUNK_TOKENS)
+    request = GenerationOptions(max_new_tokens=new_tokens + later_tokens, chunk_tokens=CHUNK_TOKENS)
     tokens = stream(decoder, prompt, request)
 
     def answer() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.bounds import Bound, conclude, parse
 from benchmarks.ranks import alternate, run_ranks, with_resident_rise
 from longctx.kernels.cross_entropy import loss_sums
-from longctx.kernels.processor import fastest_products
+from longctx.kernels.processor import fastest_matmul_mode
 
 MEMORY_BOUND = 500
 """Megabytes (10^6 bytes) above the inputs, for 16,384 tokens."""
@@ -68,10 +68,10 @@ def whole_loss(hidden_NM: Tensor, weight_VM: Tensor, targets_N: Tensor, *, dtype
 
 OURS = "longctx, chunked"
 WAYS: dict[str, Loss] = {
-    OURS: lambda *inputs: loss_sums(*inputs, products=fastest_products())[0],
+    OURS: lambda *inputs: loss_sums(*inputs, matmul_mode=fastest_matmul_mode())[0],
     "whole logits, float32 products": partial(whole_loss, dtype=torch.float32),
 }
-if fastest_products() == "native":  # elsewhere these products alone take three times as long as all of the others
+if fastest_matmul_mode() == "native":  # elsewhere these products alone take three times as long as all of the others
     WAYS["whole logits, bfloat16 products"] = partial(whole_loss, dtype=torch.bfloat16)
 
 
@@ -148,7 +148,7 @@ def bounds(asked: Problem, rows: list[dict[str, Any]]) -> list[Bound]:
 
 def loss_error_bound(asked: Problem) -> tuple[float, str]:
     """The limit on the loss's error, and where it comes from."""
-    if fastest_products() == "float32":
+    if fastest_matmul_mode() == "float32":
         return LOSS_BOUND, "logits are exact: bfloat16 inputs are multiplied in float32"
     # A token's loss is log V at least, and its error that of its own logit, which is of size 1.
     rounding = 2**-8 / 3**0.5

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from benchmarks.blocks import blocks_alone
 from benchmarks.ranks import alternate, run_ranks, with_resident_rise
 from longctx.model.attention.core import AttentionShapes
-from parallel.attention.plan import AttentionOptions, ContextParallelPlan
-from parallel.attention.softmax import attend_planned
+from parallel.attention.context_parallel_plan import ContextParallelOptions, ContextParallelPlan
+from parallel.attention.context_parallel_softmax import planned_attention
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.schedule.schedule import Schedule
+from parallel.schedule.attention_schedule import Schedule
 
 HEADS, HEAD_DIM = 8, 64
 NAMES = ("out", "dq", "dk", "dv")
@@ -90,11 +90,11 @@ def prepare_ours(
         device_type="cpu",
         scale=HEAD_DIM**-0.5,
     )
-    plan = ContextParallelPlan.build(schedule, mesh, shapes, AttentionOptions(transport=transport))
+    plan = ContextParallelPlan.build(schedule, mesh, shapes, ContextParallelOptions(transport=transport))
 
     def solve(mine: list[Tensor]) -> list[Tensor]:
         q, k, v = (x.detach().requires_grad_() for x in mine[:3])
-        out = attend_planned(q, k, v, plan)
+        out = planned_attention(q, k, v, plan)
         out.backward(mine[3])
         return [out.detach(), *(x.grad for x in (q, k, v))]  # type: ignore[list-item]
 

@@ -49,7 +49,7 @@ from benchmarks.moe_layers import (
     step,
 )
 from benchmarks.ranks import alternate, run_ranks, with_resident_rise
-from longctx.kernels.processor import fastest_products
+from longctx.kernels.processor import fastest_matmul_mode
 from parallel.experts.dispatcher import AllToAllDispatcher
 from parallel.mesh import Mesh
 
@@ -147,7 +147,7 @@ def time_layers(case: Case, rounds: int) -> dict[str, Any]:
 
 def rounds_of(case: Case) -> int:
     """Fewer where a step takes so long that noise averages out within it."""
-    emulated = case.dtype == "bf16" and fastest_products() == "float32"
+    emulated = case.dtype == "bf16" and fastest_matmul_mode() == "float32"
     if emulated:
         return 2 if case.tokens == LONG else 4
     return 5 if case.tokens == LONG else 8

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from longctx.config import ModelConfig
 from longctx.kernels.matmul import multiply
-from longctx.kernels.processor import fastest_products
+from longctx.kernels.processor import fastest_matmul_mode
 from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -150,17 +150,17 @@ def step(layer: Layer, x_NM: Tensor, dout_NM: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def longctx_layer(case: Case, dispatcher: TokenDispatcher | None = None) -> Layer:
-    """``longctx.model.experts.layer.MixtureOfExperts``, its statistics of one document included.
+    """``longctx.model.experts.moe_layer.MixtureOfExperts``, its statistics of one document included.
 
     With a dispatcher it holds the experts of this rank alone, and its gradients are theirs.
     """
-    from longctx.model.experts.layer import MixtureOfExperts, MoECall
+    from longctx.model.experts.moe_layer import MixtureOfExperts, MoECall
 
     dispatcher = TokenDispatcher() if dispatcher is None else dispatcher
     weights = {n: w if n == "router" else w[dispatcher.local_experts] for n, w in case.weights().items()}
     module = MixtureOfExperts(case.shape.config(), dispatcher.local_experts).to(DTYPES[case.dtype])
     fill(module, {"gate.weight": "router", "experts.gate_up_proj": "gate_up", "experts.down_proj": "down"}, weights)
-    run = ExpertRun(dispatcher, products=fastest_products())
+    run = ExpertRun(dispatcher, matmul_mode=fastest_matmul_mode())
 
     def call(x_NM: Tensor) -> tuple[Tensor, ...]:
         documents_Bt = torch.zeros(1, len(x_NM), dtype=torch.long)
@@ -288,6 +288,6 @@ def dense_products(case: Case) -> Callable[[], None]:
 
     def products() -> None:
         for a, b in ((x, gate_up.T), (h, down.T), (dy, down), (dy.T, h), (dgate_up, gate_up), (dgate_up.T, x)):
-            multiply(a, b.T, products=fastest_products())
+            multiply(a, b.T, matmul_mode=fastest_matmul_mode())
 
     return products

@@ -12,9 +12,9 @@ import os
 import re
 from unittest.mock import patch
 
-from launcher.cli.verbs import parse
+from launcher.cli.cli_commands import parse
+from launcher.config.config_sections import RunConfig
 from launcher.config.help import keys_of
-from launcher.config.sections import RunConfig
 
 _SETTINGS = re.compile(r"(<!-- settings: ([a-z]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _MARKED = re.compile(r"(<!-- options: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -33,7 +33,7 @@ def settings_table(section: str) -> str:
     """Return the keys of a section of a run's config as Markdown: name, values, default, meaning."""
     lines = ["| key | values | default | |", "|---|---|---|---|"]
     for key in keys_of(getattr(RunConfig(), section), section):
-        cells = (cell.replace("|", "\\|") for cell in (key.name, key.values, key.default, key.meaning))
+        cells = (cell.replace("|", "\\|") for cell in (key.name, key.values, key.default, key.description))
         lines.append("| `{}` | `{}` | `{}` | {} |".format(*cells))
     return "\n".join(lines)
 

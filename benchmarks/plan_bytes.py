@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import KINDS, RESULTS, machine, offer_save, processor_kind
-from launcher.config.load import load_run_config
+from launcher.config.load_config import load_run_config
 from launcher.plan.estimate import RunEstimate, estimate_run
 from launcher.plan.hardware import load_hardware
-from launcher.plan.world import World
-from launcher.plan.zero import StepBytes
+from launcher.plan.planned_world import World
+from launcher.plan.zero_bytes import StepBytes
 
 LEAST, MOST = -0.01, 0.08
 _TOKENS = 131072

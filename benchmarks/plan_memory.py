@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.bounds import Bound, conclude, parse
 from benchmarks.machine import RESULTS, machine, processor_kind
 from benchmarks.plan_runs import Case, planned, settings_of, write_shards
-from launcher.measure.run import MeasureOptions, measure_machine
+from launcher.measure.run_benchmarks import BenchmarkOptions, benchmark_machine
 from launcher.plan.hardware import Hardware, load_hardware
 
 BOUND = 0.10
@@ -101,8 +101,8 @@ CASES = (
 
 def measured_process(ranks: int, folder: Path) -> Hardware:
     """The shipped profile of a CPU with this machine's ``process_bytes``, measured on so many ranks."""
-    options = MeasureOptions(ranks=ranks, device="cpu", sizes="smallest")
-    _, measured = measure_machine(options, folder, lambda _: None)
+    options = BenchmarkOptions(ranks=ranks, device="cpu", sizes="smallest")
+    _, measured = benchmark_machine(options, folder, lambda _: None)
     return dataclasses.replace(load_hardware("cpu"), process_bytes=measured.process_bytes)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from launcher.config.load import load_run_config
-from launcher.config.sections import RunConfig
+from launcher.config.config_sections import RunConfig
+from launcher.config.load_config import load_run_config
 from launcher.plan.estimate import RunEstimate, estimate_run
 from launcher.plan.hardware import Hardware
-from launcher.plan.world import World
+from launcher.plan.planned_world import World
 
 _VOCABULARY = 512
 _TOKENS_OF_DATA = 1 << 18
@@ -71,7 +71,7 @@ class Case:
 
 
 def settings_of(dtype: str, stage: int, keep: str = "all", **more: Any) -> dict[str, Any]:
-    """Keys of a config; ``more`` has two underscores for the point of a name."""
+    """Keys of a config; ``extra_tables`` has two underscores for the point of a name."""
     settings = {"train.dtype": dtype, "zero.stage": stage, "train.keep": keep}
     return settings | {name.replace("__", "."): value for name, value in more.items()}
 
@@ -80,7 +80,7 @@ def write_shards(folder: Path, length: int, tokens: int = _TOKENS_OF_DATA) -> Pa
     """A shard folder of documents of one length, of so many random tokens together."""
     from data_pipeline.prepare.sources import open_source
     from data_pipeline.prepare.train_tokenizer import train_tokenizer
-    from data_pipeline.shards.writer import EncodedDocument, ShardWriter
+    from data_pipeline.shards.shard_writer import EncodedDocument, ShardWriter
     from longctx.tokenizer import load_tokenizer
 
     model = folder / "tokenizer.model"

@@ -141,14 +141,14 @@ def measured_seconds(of_ranks: Sequence[Steps], *, cpu_time: bool) -> float:
 
 def measure(cases: Sequence[Case], *, cpu_time: bool, steps: int) -> Iterator[dict[str, Any]]:
     """A row for each case; the profile first, for each number of ranks."""
-    from launcher.measure.run import MeasureOptions, measure_machine
+    from launcher.measure.run_benchmarks import BenchmarkOptions, benchmark_machine
 
     with tempfile.TemporaryDirectory() as place:
         folder, hardware = Path(place), None
         for ranks in sorted({case.ranks for case in cases}):
-            options = MeasureOptions(ranks=ranks, device="cpu", cpu_time=cpu_time)
+            options = BenchmarkOptions(ranks=ranks, device="cpu", cpu_time=cpu_time)
             begun = time.perf_counter()
-            text, hardware = measure_machine(options, folder, lambda _: None)
+            text, hardware = benchmark_machine(options, folder, lambda _: None)
             (folder / f"profile_{ranks}.toml").write_text(text)
             print(f"{ranks} ranks measured in {time.perf_counter() - begun:.0f} s", flush=True)
             for number, case in enumerate(case for case in cases if case.ranks == ranks):

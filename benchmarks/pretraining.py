@@ -63,7 +63,7 @@ class Corpus:
 
 def prepare(folder: Path, help_pages: Path) -> Corpus:
     """Write the pages as texts, a paragraph a line, train a tokenizer, and build the shards."""
-    from data_pipeline.prepare.build import build_shards
+    from data_pipeline.prepare.build_shards import build_shards
     from data_pipeline.prepare.sources import open_source
     from data_pipeline.prepare.train_tokenizer import train_tokenizer
     from launcher.demos.pairs import paragraphs_of_page
@@ -100,7 +100,7 @@ def first_words(paragraphs: Sequence[str]) -> list[str]:
 def packing(kind: str) -> dict[str, Any]:
     """How rows are read."""
     from data_pipeline.rows.pack import Packing
-    from data_pipeline.rows.segments import SegmentRule
+    from data_pipeline.rows.text_segments import SegmentRule
 
     return {"packing": Packing(examples=SegmentRule(kind))} if kind else {}
 
@@ -108,7 +108,7 @@ def packing(kind: str) -> dict[str, Any]:
 def batches(corpus: Corpus, kind: str, *, seed: int = 0, static: bool = False) -> Any:
     """The loader of training rows; of no ``kind`` texts are read as they are."""
     from data_pipeline.loader import build_loader
-    from data_pipeline.rows.mask import MaskRule
+    from data_pipeline.rows.token_masking import MaskRule
 
     options = {"rows_per_step": ROWS, "micro_batch_rows": ROWS, "mask": MaskRule(static=static)}
     return build_loader(corpus.folder, seq_len=ROW_TOKENS, seed=seed, **options, **packing(kind))
@@ -117,7 +117,7 @@ def batches(corpus: Corpus, kind: str, *, seed: int = 0, static: bool = False) -
 def held_out(corpus: Corpus, kind: str) -> Any:
     """The loader of held-out rows."""
     from data_pipeline.loader import build_validation_loader
-    from data_pipeline.rows.mask import MaskRule
+    from data_pipeline.rows.token_masking import MaskRule
 
     options = {"max_rows": HELD_OUT_ROWS, "micro_batch_rows": ROWS, "mask": MaskRule()}
     return build_validation_loader(corpus.folder / "validation", seq_len=ROW_TOKENS, **options, **packing(kind))
@@ -163,11 +163,11 @@ def padded_step(model: Any, batch: Batch, kind: str) -> Tensor:
 @torch.no_grad()
 def figures(decoder: Any, corpus: Corpus, kind: str) -> dict[str, float]:
     """Accuracy of masked tokens and of pairs on held-out rows."""
-    from launcher.evaluation.masked import Scores, word_overlap_accuracy
+    from launcher.evaluation.masked_evaluation import MaskedScores, word_overlap_accuracy
 
     decoder.eval()
     loader = held_out(corpus, kind)
-    scores = Scores()
+    scores = MaskedScores()
     for batch in loader:
         scores.add(decoder, batch, corpus.folder, "float32")
     decoder.train()

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from benchmarks.bounds import Bound, conclude, parse
 from longctx.checkpoint_format import CheckpointReader
-from longctx.conversion.weights.folder import INDEX
 from longctx.conversion.weights.json_files import write_json
-from longctx.storage.safetensors import SafetensorsFile, ShardWriter
+from longctx.conversion.weights.weights_folder import INDEX
+from longctx.storage.safetensors import SafetensorsFile, SafetensorsShardWriter
 
 BLOCK = 128
 SPARE_BYTES = 200 * 10**6
@@ -149,7 +149,7 @@ def write(folder: Path, scheme: str, layers: int, width: int) -> int:
                 "config_groups": groups,
             },
         }[scheme]
-    writer = ShardWriter(folder, "model", 300_000_000)
+    writer = SafetensorsShardWriter(folder, "model", 300_000_000)
     for name, tensor in tensors:
         writer.add(name, tensor)
     file_of = writer.finish()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from launcher.config.load import load_run_config
+from launcher.config.load_config import load_run_config
 from launcher.plan.estimate import estimate_run
 from launcher.plan.hardware import load_hardware
-from launcher.plan.memory import gib
-from launcher.plan.world import World
+from launcher.plan.memory_estimate import gib
+from launcher.plan.planned_world import World
 from launcher.recipes.find import find_config
 from tests.launcher.runs import recipe_flags
 

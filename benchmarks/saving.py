@@ -43,7 +43,7 @@ from longctx.checkpoint_format import ROLES, CheckpointReader
 from longctx.config import ModelConfig
 from longctx.files import sync_path
 from longctx.storage.hashed_file import read_back
-from parallel.zero.state import Piece
+from parallel.zero.zero_state import StatePiece
 
 RANKS = 2
 GIB = 1 << 30
@@ -76,7 +76,7 @@ class SavingRun:
     def __init__(self, data: Path, output: Path, settings: dict[str, Any]) -> None:
         """Build it, and take the first step."""
         from launcher.training.setup import build_run
-        from launcher.training.step import TrainStep
+        from launcher.training.train_step import TrainStep
 
         logging.disable(logging.CRITICAL)
         with contextlib.redirect_stdout(io.StringIO()):
@@ -105,9 +105,9 @@ class SavingRun:
 
     def owned_bytes(self) -> int:
         """Bytes that this rank writes of a checkpoint."""
-        from launcher.checkpoint.host_copy import copy_bytes
+        from launcher.checkpoint.host_copy import host_copy_bytes
 
-        return copy_bytes(self._run.engine.owned_pieces())
+        return host_copy_bytes(self._run.engine.owned_pieces())
 
     def close(self) -> None:
         """End the thread that reads rows."""
@@ -185,9 +185,9 @@ class Contender(NamedTuple):
     load: Callable[[Path, dict[str, Tensor]], None]
 
 
-def _pieces(tensors: dict[str, Tensor]) -> list[Piece]:
+def _pieces(tensors: dict[str, Tensor]) -> list[StatePiece]:
     names = {key: key.rsplit("/", 1) for key in tensors}
-    return [Piece(name, role, 0, tensors[key].numel()) for key, (name, role) in names.items()]
+    return [StatePiece(name, role, 0, tensors[key].numel()) for key, (name, role) in names.items()]
 
 
 def save_ours(folder: Path, tensors: dict[str, Tensor], *, reads_back: bool = False) -> None:
@@ -217,7 +217,7 @@ def save_ours(folder: Path, tensors: dict[str, Tensor], *, reads_back: bool = Fa
 def load_ours(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Hash every block, and fill."""
     reader = CheckpointReader(folder_of(folder, 1), past_cache=True)
-    assert not reader.wrong_sizes()
+    assert not reader.size_problems()
     for key, tensor in tensors.items():
         name, role = key.rsplit("/", 1)
         reader.read_into(name, role, 0, tensor)

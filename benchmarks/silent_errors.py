@@ -86,10 +86,10 @@ class Clock:
 def measure(data: Path, output: Path, settings: dict[str, Any], steps: int) -> dict[str, float]:
     """Medians over steps of one rank."""
     from launcher.training.setup import build_run
-    from launcher.training.step import TrainStep
+    from launcher.training.train_step import TrainStep
     from parallel.comm.messages import ledger as ledgers
-    from parallel.comm.messages.sums import bit_sum
-    from parallel.zero.replicas import Replicas
+    from parallel.comm.messages.message_checksum import bit_sum
+    from parallel.zero.replica_check import Replicas
 
     logging.disable(logging.CRITICAL)
     messages, replicas = Clock(), Clock()

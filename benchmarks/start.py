@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.bounds import Bound, conclude, parse
-from launcher.cluster.command import SCRIPT, torchrun
+from launcher.cluster.launch_commands import SCRIPT, torchrun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 IMPORTS = "import torch, deepspeed"

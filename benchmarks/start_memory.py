@@ -30,12 +30,12 @@ import torch
 from benchmarks.bounds import Bound, conclude, parse
 from benchmarks.ranks import run_ranks
 from benchmarks.start import make_shards
-from longctx.conversion.checkpoint_writer import save_masters
-from longctx.conversion.tensors import parameter_shapes
+from longctx.conversion.checkpoint_writer import save_master_weights
+from longctx.conversion.tensor_layouts import parameter_shapes
 from longctx.kernels.memory import available_bytes
 
 if TYPE_CHECKING:
-    from launcher.config.sections import RunConfig
+    from launcher.config.config_sections import RunConfig
 
 RANKS = 2
 GIB = 1 << 30
@@ -135,7 +135,7 @@ def _own_bytes() -> int:
 
 def load_config(data: Path, output: Path, settings: dict[str, Any]) -> RunConfig:
     """A run's config of these settings."""
-    from launcher.config.load import load_run_config
+    from launcher.config.load_config import load_run_config
 
     keys = {
         "data.train": data,
@@ -159,7 +159,7 @@ def load_config(data: Path, output: Path, settings: dict[str, Any]) -> RunConfig
 
 def start(data: Path, output: Path, settings: dict[str, Any], origin: dict[str, Any]) -> dict[str, float]:
     """Build a run as ``launcher/pretrain.py`` does; what it took of this rank."""
-    from launcher.plan.memory import memory_of_rank
+    from launcher.plan.memory_estimate import memory_of_rank
     from launcher.training.setup import build_run
 
     logging.disable(logging.CRITICAL)
@@ -195,7 +195,7 @@ def origin_of(case: Case, data: Path, folder: Path) -> dict[str, Any]:
         if not written.exists():
             model = load_config(data, folder, case.settings()).model.config()
             zeros = ((name, torch.zeros(1).expand(shape)) for name, shape in parameter_shapes(model).items())
-            save_masters(model, zeros, written, dtype=torch.bfloat16, training={})
+            save_master_weights(model, zeros, written, dtype=torch.bfloat16, training={})
         return {"run.start_from": written}
     checkpoint = written / "checkpoints" / "step_000000"
     if not checkpoint.exists():

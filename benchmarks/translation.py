@@ -50,7 +50,7 @@ class Corpus:
 
 def prepare(folder: Path, help_pages: Path | None) -> Corpus:
     """Write the pairs, train a tokenizer of both sides, and build the shards."""
-    from data_pipeline.prepare.build import build_shards
+    from data_pipeline.prepare.build_shards import build_shards
     from data_pipeline.prepare.sources import open_source
     from data_pipeline.prepare.train_tokenizer import train_tokenizer
     from data_pipeline.shards.reader import ShardSet, SourceSide
@@ -184,7 +184,7 @@ def write_theirs(model: Any, corpus: Corpus) -> list[list[int]]:
 @torch.no_grad()
 def write_ours(decoder: Any, corpus: Corpus, strategy: Any = None) -> list[list[int]]:
     """Our translations."""
-    from longctx.generation.batch import generate_batch
+    from longctx.generation.continuous_batching import generate_batch
 
     special = corpus.tokenizer.special
     decoder.eval()

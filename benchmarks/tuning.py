@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bounds import Bound, conclude, parse
-from launcher.cluster.command import torchrun
+from launcher.cluster.launch_commands import torchrun
 from launcher.metrics.record import read_metrics
 
 PEER = Path(__file__).parent / "tuned" / "trl_side.py"

@@ -16,12 +16,12 @@ from data_pipeline.loader import open_order
 from data_pipeline.mixture.file import Mixture, Stage, is_mixture
 from data_pipeline.prepare.duplicates.outcome import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
-from data_pipeline.rows.blocks import BlockPlanner, PackReport
-from data_pipeline.rows.checks import check_no_pairs
-from data_pipeline.rows.filled import Documents
+from data_pipeline.rows.epoch_blocks import BlockPlanner, PackReport
+from data_pipeline.rows.fim_documents import Documents
 from data_pipeline.rows.pack import BEST_FIT, Packing, Piece
-from data_pipeline.rows.sides import documents_in
-from data_pipeline.shards.copies import LocalCopy, copies_folder, open_folder
+from data_pipeline.rows.packing_checks import check_no_pairs
+from data_pipeline.rows.row_reader import documents_in
+from data_pipeline.shards.local_copies import LocalCopy, copies_folder, open_folder
 from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest
 from data_pipeline.shards.marked import marked_text, mask_of
 from data_pipeline.shards.packing import PACKED_FILE
@@ -29,9 +29,9 @@ from data_pipeline.shards.problems import shard_problems
 from data_pipeline.shards.reader import Corpus, ShardSet, SourceSide, manifest_tokenizer
 from data_pipeline.stores.urls import Location, locate
 from longctx.errors import ConfigError, DataError
-from longctx.files import explained_writes
+from longctx.files import convert_write_errors
 from longctx.tokenizer import Tokenizer
-from longctx.tokenizer.load import has_tokenizer
+from longctx.tokenizer.load_tokenizer import has_tokenizer
 
 PLANNED_DOCUMENTS = 1 << 20
 """Documents that ``describe`` plans, in about a second; for a larger corpus, rows and padding are extrapolated from
@@ -192,7 +192,7 @@ def describe(folder: str | Path, *, seq_len: int | None = None, source_seq_len: 
         sources=manifest.sources,
         skipped=manifest.skipped,
         duplicates={name: value for name, value in manifest.duplicates.items() if name != "list"},
-        counted_tokens=manifest.counted or manifest.tokens,
+        counted_tokens=manifest.num_targets or manifest.tokens,
         conversation=_first_conversation(shards),
         source_tokens=manifest.source_tokens,
         longest_source_tokens=shards.longest_document("source") if shards.manifest.has_sources else 0,
@@ -205,7 +205,7 @@ def _first_conversation(shards: ShardSet) -> str:
     """Return the start of the first conversation as text, with target tokens marked; empty without conversations."""
     if not shards.is_masked or not shards.num_documents:
         return ""
-    ids, bounds = shards.document(0), shards.counted(0)
+    ids, bounds = shards.document(0), shards.target_runs(0)
     assert bounds is not None
     text = marked_text(ids[:_SHOWN_TOKENS], shards.tokenizer(), mask_of(bounds, len(ids))[:_SHOWN_TOKENS])
     if len(ids) > _SHOWN_TOKENS:
@@ -270,7 +270,7 @@ def show_row(
     )
 
 
-def sample_rows(
+def decode_rows(
     data: str | Path,
     *,
     seq_len: int,
@@ -300,7 +300,7 @@ def sample_rows(
     )
     first_folder = folders[0]
     corpus, tokenizer = Corpus(folders), first_folder.tokenizer()
-    documents = documents_in(folders, order.fims)
+    documents = documents_in(folders, order.fim_by_folder)
     # Positions can only be advanced row by row, so skip in chunks that bound the memory for skipped rows.
     at = order.start()
     for first in range(0, first_row, _SKIPPED_AT_ONCE):
@@ -311,10 +311,10 @@ def sample_rows(
             return
         (row,), at = order.rows(at, 1)
         tokens = sum(stop - start for _, start, stop in row)
-        beside = ""
+        source_usage = ""
         if source_seq_len:
-            beside = f", sources {sum(row.source_lengths):,} of {source_seq_len:,}"
-        text = [f"════ row {number} ({tokens:,} of {seq_len:,} tokens{beside})"]
+            source_usage = f", sources {sum(row.source_lengths):,} of {source_seq_len:,}"
+        text = [f"════ row {number} ({tokens:,} of {seq_len:,} tokens{source_usage})"]
         for document, start, stop in row:
             size = int(documents.lengths_of(np.array([document]))[0])
             name = corpus.name(document)
@@ -338,7 +338,7 @@ def _text_of(documents: Documents, piece: Piece, tokenizer: Tokenizer) -> str:
     """Return a piece as text, with target tokens marked in conversations."""
     document, start, stop = piece
     ids = documents.slice(document, start, stop)
-    bounds = documents.counted(document)
+    bounds = documents.target_runs(document)
     if bounds is None:
         return _with_marks(ids, tokenizer)
     # Bounds are positions in the full document: build its mask, then cut out the piece.
@@ -380,7 +380,7 @@ def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tupl
     raise ConfigError(f"row={row} is not in this epoch, which has rows 0 to {first - 1} at seq_len={seq_len}.")
 
 
-def verify(folder: str | Location) -> list[str]:
+def find_problems(folder: str | Location) -> list[str]:
     """Return every problem in a shard folder and its ``validation`` split, one sentence each; empty if both are sound.
 
     For a mixture file, check all its sources' folders.
@@ -392,7 +392,7 @@ def verify(folder: str | Location) -> list[str]:
     place = locate(folder)
     if isinstance(place, Path) and is_mixture(place):
         sources = Mixture.load(place).folders(place.parent)
-        return [problem for source in sources for problem in verify(source)]
+        return [problem for source in sources for problem in find_problems(source)]
     problems = list(_problems(place))
     # The split is a shard folder of its own, with its own manifest.
     if (place / VALIDATION_FOLDER).is_dir():
@@ -412,7 +412,7 @@ def _problems(place: Location) -> Iterator[str]:
         yield from _content_problems(place, place, manifest, None)
         return
     home = copies_folder()
-    with explained_writes(home):
+    with convert_write_errors(home):
         home.mkdir(parents=True, exist_ok=True)
     # Use the cache's disk, which has room for shards.
     with tempfile.TemporaryDirectory(prefix=".verify-", dir=home) as temporary:

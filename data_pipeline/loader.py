@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.mixture.file import Mixture, is_mixture
-from data_pipeline.mixture.order import Forecast, MixedOrder
-from data_pipeline.rows.batches import Place
-from data_pipeline.rows.blocks import FirstRows, PackReport
-from data_pipeline.rows.checks import check_no_pairs, check_one_folder
-from data_pipeline.rows.mask import Masking, MaskRule
+from data_pipeline.mixture.mixed_order import MixedOrder, MixtureEstimate
+from data_pipeline.rows.epoch_blocks import FirstRows, PackReport
 from data_pipeline.rows.micro_batches import MicroBatches, balanced
-from data_pipeline.rows.order import FolderOrder, Order
+from data_pipeline.rows.order import FolderOrder, RowOrder
 from data_pipeline.rows.pack import BEST_FIT, Packing, Row
-from data_pipeline.rows.sides import Sides, documents_in, masking_of, sides_of
+from data_pipeline.rows.packing_checks import check_no_pairs, check_one_folder
+from data_pipeline.rows.row_batches import Place
+from data_pipeline.rows.row_reader import RowReader, documents_in, masking_of, reader_options_for
+from data_pipeline.rows.token_masking import Masking, MaskRule
 from data_pipeline.shards.reader import Corpus, ShardSet
-from data_pipeline.shards.verify import open_verified
+from data_pipeline.shards.shard_verification import open_validated
 from data_pipeline.stores.urls import Location
 from longctx.batch import Batch, PackedDocuments
 from longctx.compact_batch import CompactBatch
@@ -52,7 +52,7 @@ def build_loader(
     shuffle: bool = True,
     packing: Packing = BEST_FIT,
     cost: Cost | None = None,
-    lockstep: bool = False,
+    sync_per_micro_batch: bool = False,
     mask: MaskRule | None = None,
     source_seq_len: int = 0,
     verify: bool = True,
@@ -63,10 +63,10 @@ def build_loader(
     ``rows_per_step`` counts rows over all ranks and micro-batches. A micro-batch is [rows, seq_len] with at most
     ``micro_batch_rows`` rows; if that does not divide a rank's rows per step, some micro-batches have one row less.
 
-    ``cost`` returns a row's work and makes the loader balance it across ranks, with ``lockstep`` within each
-    micro-batch too. ``mask`` enables masked tokens. A row holds at most ``source_seq_len`` source tokens if the folder
-    contains pairs. ``verify`` checks data before it is read (``open_verified``); a folder that is already open stays as
-    it is. ``open_folder`` overrides the function that opens folders.
+    ``cost`` returns a row's work and makes the loader balance it across ranks, with ``sync_per_micro_batch`` within
+    each micro-batch too. ``mask`` enables masked tokens. A row holds at most ``source_seq_len`` source tokens if the
+    folder contains pairs. ``verify`` checks data before it is read (``open_validated``); a folder that is already open
+    stays as it is. ``open_folder`` overrides the function that opens folders.
 
     Raises ``ConfigError`` if sizes do not fit and ``DataError`` if a folder cannot be read.
     """
@@ -80,13 +80,13 @@ def build_loader(
         order,
         seq_len=seq_len,
         source_seq_len=source_seq_len,
-        **sides_of(folders, packing, seq_len, source_seq_len, seed=seed),
+        **reader_options_for(folders, packing, seq_len, source_seq_len, seed=seed),
         rows_per_step=rows_per_step,
         micro_batch_rows=micro_batch_rows,
         data_rank=data_rank,
         data_degree=data_degree,
         cost=cost,
-        lockstep=lockstep,
+        sync_per_micro_batch=sync_per_micro_batch,
         masking=masking_of(mask, folders, seed=seed),
     )
 
@@ -99,8 +99,8 @@ def open_order(
     shuffle: bool = True,
     packing: Packing = BEST_FIT,
     source_seq_len: int = 0,
-    open_folder: Open = open_verified,
-) -> tuple[tuple[ShardSet, ...], Order]:
+    open_folder: Open = open_validated,
+) -> tuple[tuple[ShardSet, ...], RowOrder]:
     """Open a run's shard folders and return them with their row order.
 
     ``data`` is one folder or a mixture file that lists several. Raises ConfigError for an invalid file, and DataError
@@ -108,7 +108,7 @@ def open_order(
     """
     order = {"seed": seed, "shuffle": shuffle, "packing": packing}
     if isinstance(data, ShardSet) or not is_mixture(data):
-        shards = _opened(data, open_folder)
+        shards = _open_shards(data, open_folder)
         return (shards,), FolderOrder(shards, seq_len, source_seq_len=source_seq_len, **order)
     check_one_folder(data, packing.examples, source_seq_len)
     return _open_mixture(Mixture.load(data), Path(data), seq_len, open_folder, **order)
@@ -122,7 +122,7 @@ def held_out_of(path: str | Path) -> Mixture:
 def _open_mixture(
     mixture: Mixture, path: Path, seq_len: int, open_folder: Open, **options: Any
 ) -> tuple[tuple[ShardSet, ...], MixedOrder]:
-    folders = tuple(_opened(folder, open_folder) for folder in mixture.folders(path.parent))
+    folders = tuple(_open_shards(folder, open_folder) for folder in mixture.folders(path.parent))
     names = (source.name for source in mixture.sources)
     check_no_pairs(path, zip(names, (shards.manifest for shards in folders), strict=True))
     return folders, MixedOrder(mixture, Corpus(folders), seq_len, path=path, **options)
@@ -159,7 +159,7 @@ def build_validation_loader(
     open_folder = open_folder or _opener(verify=verify)
     names: tuple[str, ...] = ()
     if isinstance(folder, ShardSet) or not is_mixture(folder):
-        folders = (_opened(folder, open_folder),)
+        folders = (_open_shards(folder, open_folder),)
         rows: Rows = FirstRows(folders[0], seq_len, max_rows=max_rows, source_seq_len=source_seq_len, packing=packing)
     else:
         check_one_folder(folder, packing.examples, source_seq_len)
@@ -173,7 +173,7 @@ def build_validation_loader(
     # Mask the same tokens in every run, whatever its seed, so that losses are comparable between runs.
     masking = masking_of(mask, folders, seed=0)
     options = {"source_names": names, "masking": masking, "source_seq_len": source_seq_len}
-    options |= sides_of(folders, packing, seq_len, source_seq_len, seed=0)
+    options |= reader_options_for(folders, packing, seq_len, source_seq_len, seed=0)
     return ValidationLoader(folders, rows, seq_len=seq_len, **options, **sizes)
 
 
@@ -196,7 +196,7 @@ class Loader:
     def __init__(
         self,
         folders: Sequence[ShardSet],
-        order: Order,
+        order: RowOrder,
         *,
         seq_len: int,
         rows_per_step: int,
@@ -204,24 +204,26 @@ class Loader:
         data_rank: int,
         data_degree: int,
         cost: Cost | None = None,
-        lockstep: bool = False,
+        sync_per_micro_batch: bool = False,
         masking: Masking | None = None,
         source_seq_len: int = 0,
-        **of_sides: Any,
+        **reader_options: Any,
     ) -> None:
         """Initialize the loader; ``order`` numbers documents across ``folders`` as ``Corpus`` does."""
         self.folders = tuple(folders)
         """Folders to read, all built with the same tokenizer."""
-        if masking is not None and any(order.fims):
+        if masking is not None and any(order.fim_by_folder):
             raise ConfigError(
                 "train.objective=masked hides tokens in their text, and a source of the mixture fills in its middle.\n"
                 "Set fim_rate=0 of each source."
             )
         self._order = order
-        self._sides = Sides(documents_in(folders, order.fims), seq_len, masking, source_seq_len, **of_sides)
+        self._reader = RowReader(
+            documents_in(folders, order.fim_by_folder), seq_len, masking, source_seq_len, **reader_options
+        )
         self.seq_len = seq_len
-        self._cost, self._lockstep = cost, lockstep
-        self.micro_batches = MicroBatches.deal(rows_per_step, most_rows=micro_batch_rows, data_degree=data_degree)
+        self._cost, self._sync_per_micro_batch = cost, sync_per_micro_batch
+        self.micro_batches = MicroBatches.assign(rows_per_step, most_rows=micro_batch_rows, data_degree=data_degree)
         """Assignment of a step's rows to micro-batches and ranks."""
         self._rows_per_step = rows_per_step
         self._data_rank = data_rank
@@ -239,7 +241,7 @@ class Loader:
     def __next__(self) -> Batch:
         """Return this data rank's next micro-batch, complete and unpacked; training uses ``take`` instead."""
         rows = [row for _, row in self._next_rows()]
-        batch = self._sides.batch(rows)
+        batch = self._reader.batch(rows)
         self._advance()
         return batch.unpack()
 
@@ -262,7 +264,7 @@ class Loader:
         return partial(self._read, rows)
 
     def _read(self, rows: Sequence[tuple[int, Row]], place: Place, place_source: Place | None = None) -> Taken:
-        share, documents, source_lengths = self._sides.share([row for _, row in rows], place, place_source)
+        share, documents, source_lengths = self._reader.share([row for _, row in rows], place, place_source)
         return Taken(share, documents, tuple(number for number, _ in rows), source_lengths)
 
     @property
@@ -293,14 +295,14 @@ class Loader:
     def next_documents(self) -> list[PackedDocuments]:
         """Return the documents in each of this data rank's micro-batches for the next step, without reading tokens."""
         assert self._micro_batch == 0, "within a step"
-        placed = self._placed_rows()
-        dealt = [self.micro_batches.rows(number, self._data_rank) for number in range(len(self.micro_batches))]
-        return [self._sides.layout([row for _, row in placed[own.start : own.stop]]) for own in dealt]
+        ordered_rows = self._ordered_rows()
+        own_rows = [self.micro_batches.rows(number, self._data_rank) for number in range(len(self.micro_batches))]
+        return [self._reader.layout([row for _, row in ordered_rows[own.start : own.stop]]) for own in own_rows]
 
-    def forecast(self, steps: int) -> Forecast | None:
+    def estimate_usage(self, steps: int) -> MixtureEstimate | None:
         """Estimate a mixture's source usage over the next steps; None for a single folder."""
         if isinstance(self._order, MixedOrder):
-            return self._order.forecast(self._position, steps * self._rows_per_step)
+            return self._order.estimate_usage(self._position, steps * self._rows_per_step)
         return None
 
     def pack_report(self) -> PackReport:
@@ -315,25 +317,25 @@ class Loader:
         """Continue after the step that saved ``state``; raise ``DataError`` if its data or row order differs."""
         self._position = self._order.read(state)
         # The state may change the fill-in-the-middle segments, so rebuild the documents with them.
-        self._sides = replace(self._sides, documents=documents_in(self.folders, self._order.fims))
+        self._reader = replace(self._reader, documents=documents_in(self.folders, self._order.fim_by_folder))
         # A partial step is read again from its first micro-batch.
         self._micro_batch = 0
 
-    def _placed_rows(self) -> list[tuple[int, Row]]:
+    def _ordered_rows(self) -> list[tuple[int, Row]]:
         """Return the next step's rows with their numbers, in the order in which micro-batches take them."""
         rows, self._step_end = self._order.rows(self._position, self._rows_per_step)
         if self._cost is None:
             return list(enumerate(rows))
         # Every rank computes costs for all ranks' rows and gets the same permutation, so balancing needs no
         # communication.
-        costs = [self._cost(*lengths) for lengths in self._sides.lengths(rows)]
-        places = balanced(costs, self.micro_batches, lockstep=self._lockstep)
-        return [(number, rows[number]) for number in places]
+        costs = [self._cost(*lengths) for lengths in self._reader.lengths(rows)]
+        row_numbers = balanced(costs, self.micro_batches, sync_per_micro_batch=self._sync_per_micro_batch)
+        return [(number, rows[number]) for number in row_numbers]
 
     def _next_rows(self) -> list[tuple[int, Row]]:
         """Return the rows in this data rank's next micro-batch."""
         if self._micro_batch == 0:
-            self._step_rows = self._placed_rows()
+            self._step_rows = self._ordered_rows()
         own = self.micro_batches.rows(self._micro_batch, self._data_rank)
         return self._step_rows[own.start : own.stop]
 
@@ -366,7 +368,7 @@ class ValidationLoader:
         source_names: tuple[str, ...] = (),
         masking: Masking | None = None,
         source_seq_len: int = 0,
-        **of_sides: Any,
+        **reader_options: Any,
     ) -> None:
         """Initialize the loader; ``rows`` number documents across ``folders`` as ``Corpus`` does."""
         self.folders = tuple(folders)
@@ -374,14 +376,14 @@ class ValidationLoader:
         self.source_names = source_names
         """The mixture's name for each folder; empty if a single folder is read."""
         self._rows = rows
-        self._sides = Sides(documents_in(folders), seq_len, masking, source_seq_len, **of_sides)
+        self._reader = RowReader(documents_in(folders), seq_len, masking, source_seq_len, **reader_options)
         self.seq_len = seq_len
         # Round up, so that the last rows are never dropped.
         unit = data_degree
         if not even:
             unit *= micro_batch_rows
         count = -(-len(rows) // unit) * unit
-        self._micro_batches = MicroBatches.deal(count, most_rows=micro_batch_rows, data_degree=data_degree)
+        self._micro_batches = MicroBatches.assign(count, most_rows=micro_batch_rows, data_degree=data_degree)
         self._data_rank = data_rank
 
     @property
@@ -396,7 +398,7 @@ class ValidationLoader:
 
     def segments(self, row: int) -> list[tuple[np.ndarray, int, int]]:
         """Return a row's two-segment examples: unmasked tokens, start token of the second segment, and order label."""
-        return self._sides.segments(self._rows[row])
+        return self._reader.segments(self._rows[row])
 
     @cached_property
     def bytes_per_token(self) -> float | None:
@@ -405,8 +407,8 @@ class ValidationLoader:
         It is unknown for conversations (the mean covers all tokens, the loss only target tokens), for masked tokens
         (predicted from both sides), and for examples made from texts (half their targets are sentinels).
         """
-        sides = self._sides
-        if sides.masking is not None or sides.recipe is not None or any(shards.is_masked for shards in self.folders):
+        reader = self._reader
+        if reader.masking is not None or reader.recipe is not None or any(shards.is_masked for shards in self.folders):
             return None
         means = [shards.manifest.bytes_per_token for shards in self.folders]
         if len(means) == 1:
@@ -427,7 +429,7 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches, each time from the first row."""
         for number in range(len(self)):
-            yield self._sides.batch(self._rows_of(number)).unpack()
+            yield self._reader.batch(self._rows_of(number)).unpack()
 
     def shares(self, place: Place, place_source: Place | None = None) -> Iterator[CompactBatch]:
         """Yield this rank's share of each micro-batch, at ``place`` and, for sources, at ``place_source``.
@@ -435,7 +437,7 @@ class ValidationLoader:
         Reads only these shares.
         """
         for number in range(len(self)):
-            yield self._sides.share(self._rows_of(number), place, place_source)[0]
+            yield self._reader.share(self._rows_of(number), place, place_source)[0]
 
     def _rows_of(self, number: int) -> list[Row]:
         rows: list[Row] = []
@@ -450,11 +452,11 @@ class ValidationLoader:
 
 def _opener(*, verify: bool) -> Open:
     if verify:
-        return open_verified
+        return open_validated
     return partial(ShardSet.open, verify=False)
 
 
-def _opened(folder: str | Location | ShardSet, open_folder: Open) -> ShardSet:
+def _open_shards(folder: str | Location | ShardSet, open_folder: Open) -> ShardSet:
     """Open a shard folder unless it is open already; raise ``DataError`` if it has no documents."""
     shards = folder
     if not isinstance(shards, ShardSet):

@@ -59,13 +59,13 @@ class Permutation:
         self._masks = np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1)
         self._keys = [np.uint64(key64(*parts, number)) for number in range(self._ROUNDS)]
 
-    def at(self, places: np.ndarray) -> np.ndarray:
+    def at(self, positions: np.ndarray) -> np.ndarray:
         """Return the numbers at these positions [n], int64; positions must be within ``range(count)``."""
-        numbers = self._permute_bits(places.astype(np.uint64))
-        outside = np.flatnonzero(numbers >= self._count)
-        while len(outside):
-            numbers[outside] = self._permute_bits(numbers[outside])
-            outside = outside[numbers[outside] >= self._count]
+        numbers = self._permute_bits(positions.astype(np.uint64))
+        out_of_range = np.flatnonzero(numbers >= self._count)
+        while len(out_of_range):
+            numbers[out_of_range] = self._permute_bits(numbers[out_of_range])
+            out_of_range = out_of_range[numbers[out_of_range] >= self._count]
         return numbers.astype(np.int64)
 
     def _permute_bits(self, numbers: np.ndarray) -> np.ndarray:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from data_pipeline.prepare.sources import open_source
-from data_pipeline.shards.copies import has_folder
-from data_pipeline.shards.verify import open_verified
+from data_pipeline.shards.local_copies import has_folder
+from data_pipeline.shards.shard_verification import open_validated
 from data_pipeline.stores.urls import Location
 
 
@@ -18,7 +18,7 @@ def read_texts(folder: str | Location) -> Iterator[str]:
     if has_folder(folder):
         # Decode with the folder's own tokenizer: the model under test may use another one, which did not produce these
         # ids.
-        shards = open_verified(folder)
+        shards = open_validated(folder)
         tokenizer = shards.tokenizer()
         for number in range(shards.num_documents):
             shards.check_files([number])

@@ -16,8 +16,8 @@ from longctx_train import end_if_names_clash
 # Before any of our packages: a foreign one with the same name would end in an ImportError.
 end_if_names_clash()
 
-from launcher.cli.verbs import main_over_ranks
+from launcher.cli.cli_commands import main_over_ranks
 from launcher.cluster.exit import run_script
 
 if __name__ == "__main__":
-    run_script(lambda: main_over_ranks("evaluate", sys.argv[1:]), interrupted="Interrupted.")
+    run_script(lambda: main_over_ranks("evaluate", sys.argv[1:]), abort_message="Interrupted.")

@@ -21,13 +21,13 @@ from launcher.cluster.exit import run_script
 from launcher.cluster.hostfile import check_hostfile
 from launcher.cluster.scheduler import check_tasks
 from launcher.config.flags import take_flag, without_local_rank
-from launcher.evaluation.harness.settings import device_wish
+from launcher.evaluation.harness.settings import parse_device
 from longctx.errors import ConfigError
 from parallel.comm.process import process_group
 from parallel.runtime.device import choose_device
 from parallel.runtime.launched import environment_rank
 
-INTERRUPTED = "Interrupted. With --use_cache PATH the same command goes on where it stopped."
+ABORT_MESSAGE = "Interrupted. With --use_cache PATH the same command goes on where it stopped."
 TIMEOUT_SECONDS = 1800.0
 """Seconds that ranks working on one text wait for each other."""
 
@@ -42,25 +42,25 @@ def main(argv: list[str]) -> int | None:
         raise ConfigError("lm-eval is not installed. Install it: pip install 'longctx-train[lm-eval]'")
     # A single process needs no group: lm-eval builds the model itself.
     if world_size == 1:
-        from launcher.evaluation.harness.model import run_command
+        from launcher.evaluation.harness.lm_eval_model import run_lm_eval
 
-        run_command(arguments)
+        run_lm_eval(arguments)
         return None
-    _, wish = take_flag(arguments, "--device")
-    device = choose_device(device_wish(wish), "--device")
+    _, requested_device = take_flag(arguments, "--device")
+    device = choose_device(parse_device(requested_device), "--device")
     with process_group(timeout_seconds=TIMEOUT_SECONDS, device=device):
         # DeepSpeed selects a device when it is imported, so import it after the choice.
-        from launcher.evaluation.harness.ranks import Ranks
+        from launcher.evaluation.harness.request_server import Ranks
 
         ranks = Ranks(device)
         if rank != 0:
             # Other ranks only compute; lm-eval itself runs on rank 0.
             return ranks.serve()
-        from launcher.evaluation.harness.model import run_command, share_ranks
+        from launcher.evaluation.harness.lm_eval_model import run_lm_eval, share_ranks
 
         share_ranks(ranks)
         try:
-            run_command(arguments)
+            run_lm_eval(arguments)
         except SystemExit:
             # Help or a usage error has been printed; any other error ends all ranks by itself.
             ranks.end()
@@ -70,4 +70,4 @@ def main(argv: list[str]) -> int | None:
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(sys.argv[1:]), interrupted=INTERRUPTED)
+    run_script(lambda: main(sys.argv[1:]), abort_message=ABORT_MESSAGE)

@@ -25,16 +25,16 @@ end_if_names_clash()
 from launcher.cluster.exit import DONE, NOT_IN_STORE, end_stopped, run_script
 from launcher.cluster.hostfile import check_hostfile
 from launcher.cluster.scheduler import check_tasks
-from launcher.cluster.stopping import Stop
-from launcher.config.check import check_run
-from launcher.config.load import load_run_config
+from launcher.cluster.stop_request import StopRequest
+from launcher.config.load_config import load_run_config
+from launcher.config.run_config_rules import check_run
 from launcher.run_folder import LOGS
 from parallel.comm.process import start_process_group, stop_process_group
 from parallel.runtime.device import choose_device
 from parallel.runtime.launched import environment_rank
 
 
-def main(argv: list[str], stop: Stop | None = None) -> int:
+def main(argv: list[str], stop: StopRequest | None = None) -> int:
     """Validate everything first, then train. Return the exit code. ``stop`` may already be requested."""
     # Report a user's mistakes first, on every rank, before any rank waits for another or allocates.
     rank, world_size = environment_rank()
@@ -47,10 +47,13 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     )
     check_run(config, world_size)
     traces = Path(config.run.output_dir) / LOGS
-    stop = stop or Stop()
-    stop.max_seconds, stop.orphan_seconds = config.run.max_seconds, config.run.orphan_seconds
+    stop = stop or StopRequest()
+    stop.max_seconds, stop.launcher_timeout_seconds = config.run.max_seconds, config.run.orphan_seconds
     start_process_group(
-        timeout_seconds=config.run.timeout_seconds, meet_seconds=config.run.meet_seconds, device=device, traces=traces
+        timeout_seconds=config.run.timeout_seconds,
+        rendezvous_seconds=config.run.meet_seconds,
+        device=device,
+        traces=traces,
     )
     # Not earlier: before the rendezvous, a signal ends each rank by itself.
     stop.listen()
@@ -73,5 +76,5 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
 
 
 if __name__ == "__main__":
-    asked = Stop()
-    run_script(lambda: main(sys.argv[1:], asked), when_orphaned=asked.lose_launcher)
+    stop_request = StopRequest()
+    run_script(lambda: main(sys.argv[1:], stop_request), on_orphaned=stop_request.on_launcher_exit)

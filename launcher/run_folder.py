@@ -24,11 +24,11 @@ from launcher.wording import ON_TERMINAL, ONLY_IN_FILE
 from longctx import __version__
 from longctx.errors import ClusterError, ConfigError
 from longctx.files import replaced_file
-from longctx.untrusted.terminal import for_terminal, spelled
+from longctx.untrusted.terminal import escape_control_characters, for_terminal
 from parallel.runtime.launched import code_version
 
 if TYPE_CHECKING:  # the report reads this file's names without torch
-    from launcher.config.sections import RunConfig
+    from launcher.config.config_sections import RunConfig
     from parallel.mesh import Mesh
 
 CONFIG_FILE = "config.toml"
@@ -79,22 +79,24 @@ def hold_folder(folder: Path, *, wait_seconds: float = HOLD_SECONDS) -> None:
     """
     path = folder / LOGS / HOLDER_FILE
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline, is_told = time.monotonic() + wait_seconds, False
+    deadline, has_warned = time.monotonic() + wait_seconds, False
     # A run that was stopped may still write its last checkpoint when the next attempt starts.
     while not _is_locked(handle):
         holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
-        belongs = f"run.output_dir={str(folder)!r} belongs to a run that is under way: {holder}."
+        owner_message = f"run.output_dir={str(folder)!r} belongs to a run that is under way: {holder}."
         if time.monotonic() > deadline:
             os.close(handle)
             raise ClusterError(
-                f"{belongs}\n"
+                f"{owner_message}\n"
                 "Two would write over one another. End that one first, or choose another folder (--run.output_dir ...)."
             )
-        if not is_told:
+        if not has_warned:
             # At once rather than after the wait: the user may have started it by mistake.
-            sys.stderr.write(spelled(f"{belongs} Waiting {wait_seconds:.0f} s at most for it to end.\n"))
+            sys.stderr.write(
+                escape_control_characters(f"{owner_message} Waiting {wait_seconds:.0f} s at most for it to end.\n")
+            )
             sys.stderr.flush()
-            is_told = True
+            has_warned = True
         time.sleep(0.1)
     # The text is for people; the lock does not depend on it.
     with suppress(OSError):
@@ -115,9 +117,9 @@ def _is_locked(handle: int) -> bool:
 
 def write_config_and_environment(folder: Path, config: RunConfig, mesh: Mesh, num_parameters: int) -> None:
     """Write the resolved config and rank 0's environment, once for the folder and once for this attempt."""
-    earlier = [int(path.name) for path in (folder / ATTEMPTS).glob("*") if path.name.isdecimal()]
+    previous_attempts = [int(path.name) for path in (folder / ATTEMPTS).glob("*") if path.name.isdecimal()]
     # Each start overwrites the folder's copy; the attempt's copy remains as history.
-    attempt = folder / ATTEMPTS / f"{max(earlier, default=0) + 1:03d}"
+    attempt = folder / ATTEMPTS / f"{max(previous_attempts, default=0) + 1:03d}"
     attempt.mkdir(parents=True)
     environment = json.dumps(_environment(mesh, num_parameters), indent=1) + "\n"
     for name, text in ((CONFIG_FILE, config.to_toml()), (ENVIRONMENT_FILE, environment)):
@@ -176,7 +178,9 @@ class _LogFile(logging.FileHandler):
             return
         self._has_failed = True
         number = getattr(error, "errno", None)
-        sys.stdout.write(spelled(f"Lines are missing from {self.baseFilename}: errno {number}. The run goes on.\n"))
+        sys.stdout.write(
+            escape_control_characters(f"Lines are missing from {self.baseFilename}: errno {number}. The run goes on.\n")
+        )
         sys.stdout.flush()
 
 
@@ -214,9 +218,9 @@ def _commit() -> str | None:
     try:
         if not (root / ".git").exists():
             return None
-        asked: dict[str, Any] = {"cwd": root, "capture_output": True, "text": True, "timeout": 5}
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, **asked)
-        changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], check=False, **asked)
+        git_options: dict[str, Any] = {"cwd": root, "capture_output": True, "text": True, "timeout": 5}
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, **git_options)
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], check=False, **git_options)
     except (OSError, subprocess.SubprocessError):
         return None
     return commit.stdout.strip() + "+" * bool(changed.returncode)

@@ -26,9 +26,9 @@ end_if_names_clash()
 from launcher.cluster.exit import FAILED, run_script
 from launcher.cluster.hostfile import check_hostfile
 from launcher.cluster.scheduler import check_tasks
-from launcher.config.check import check_run
 from launcher.config.flags import end_with
-from launcher.config.load import load_run_config
+from launcher.config.load_config import load_run_config
+from launcher.config.run_config_rules import check_run
 from launcher.verification.probes import without_probe
 from longctx.untrusted.terminal import for_terminal
 from parallel.comm.process import start_process_group, stop_process_group
@@ -50,18 +50,20 @@ def main(argv: list[str]) -> int | None:
         config.run.device, context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert
     )
     check_run(config, world_size)
-    start_process_group(timeout_seconds=config.run.timeout_seconds, meet_seconds=config.run.meet_seconds, device=device)
+    start_process_group(
+        timeout_seconds=config.run.timeout_seconds, rendezvous_seconds=config.run.meet_seconds, device=device
+    )
     # DeepSpeed selects a device when it is imported, so import it after the choice.
-    from launcher.verification.run import probe_run, verify_run
+    from launcher.verification.verify_run import probe_run, verify_run
 
-    verdict = probe_run(config, device) if probe else verify_run(config, device)
+    result = probe_run(config, device) if probe else verify_run(config, device)
     if rank == 0:
-        sys.stdout.write(for_terminal(f"{verdict.text}\n", sys.stdout))
+        sys.stdout.write(for_terminal(f"{result.text}\n", sys.stdout))
     stop_process_group()
-    if not verdict.held:
+    if not result.held:
         return FAILED
     return None
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(sys.argv[1:]), interrupted="Interrupted.")
+    run_script(lambda: main(sys.argv[1:]), abort_message="Interrupted.")

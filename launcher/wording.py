@@ -11,7 +11,7 @@ ON_TERMINAL = "on_terminal"
 """Log record attribute: the line in the form for a terminal."""
 
 
-def plural(count: int, thing: str) -> str:
+def format_count(count: int, thing: str) -> str:
     """Return the count with its noun: ``1 shard``, ``2 shards``."""
     if count == 1:
         return f"1 {thing}"
@@ -34,7 +34,7 @@ def short_duration(seconds: float) -> str:
 
 
 def first_names(names: Sequence[str], most: int = 8, thing: str = "") -> str:
-    """Join at most ``most`` names and count the others: ``a, b and 3 more``, counted in ``thing`` if given."""
+    """Join at most ``most`` names and count the others: ``a, b and 3 extra_tables``, counted in ``thing`` if given."""
     shown = ", ".join(names[:most])
     if len(names) <= most:
         return shown

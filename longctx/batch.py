@@ -55,19 +55,19 @@ class PackedDocuments:
         self._set(self.bounds, tuple(map(operator.sub, self.bounds[1:], self.bounds)), self.padding)
 
     def _set(self, bounds: tuple[int, ...], lengths: tuple[int, ...], padding: tuple[int, ...] | None) -> None:
-        counted = lengths
+        real_lengths = lengths
         if padding:
             # RoPE frequencies that stretch with the length must not stretch with padding.
-            counted = list(lengths)
+            real_lengths = list(lengths)
             for number in padding:
-                counted[number] = 0
+                real_lengths[number] = 0
         # a single update instead of one call per field: reading a micro-batch of short rows takes only a few dozen
         # assignments
         vars(self).update(
             bounds=bounds,
             num_tokens=bounds[-1],
             num_documents=len(lengths),
-            longest=max(counted, default=0),
+            longest=max(real_lengths, default=0),
             lengths=lengths,
             padding=padding,
         )
@@ -141,10 +141,10 @@ class PackedDocuments:
         if start >= stop:
             return []
         number = bisect.bisect_right(self.bounds, start) - 1
-        behind = bisect.bisect_left(self.bounds, stop, number + 1)
-        firsts, lasts = list(self.bounds[number:behind]), list(self.bounds[number + 1 : behind + 1])
-        firsts[0], lasts[-1] = start, stop
-        found = zip(range(number, behind), firsts, lasts, strict=True)
+        end_number = bisect.bisect_left(self.bounds, stop, number + 1)
+        starts, lasts = list(self.bounds[number:end_number]), list(self.bounds[number + 1 : end_number + 1])
+        starts[0], lasts[-1] = start, stop
+        found = zip(range(number, end_number), starts, lasts, strict=True)
         return [held for held in found if held[1] < held[2]]
 
     @cached_property
@@ -179,21 +179,21 @@ class Stream:
     documents: PackedDocuments
     """Documents, or pieces, in the flattened B·T tokens. Attention never crosses a boundary, and every multiple of T is
     one. Padding at a row's end is its own document."""
-    following: Tensor | None = None
+    next_token_ids: Tensor | None = None
     """Next token in the same document, int64; ``IGNORED_TARGET`` after the last one. None once an objective has
     consumed it, or if unused."""
-    counted: Tensor | None = None
+    loss_mask: Tensor | None = None
     """Whether predicting the following token counts in the loss, bool; None if it always does."""
     masked: Tensor | None = None
     """Original token at masked positions, int64; ``IGNORED_TARGET`` at all others. Unset without masking."""
-    places: Tensor | None = None
+    masked_indices: Tensor | None = None
     """Masked positions as indices into [B·t], int64 [chosen], if known. The head skips all other tokens."""
     segments: Tensor | None = None
     """The token's segment in its document, 0 or 1, int64; None if each document is one segment."""
     order: Tensor | None = None
     """At the first token of a two-segment document 0 if the segments follow each other as in their text, else 1, int64;
     ``IGNORED_TARGET`` at all other tokens. None if unused."""
-    firsts: Tensor | None = None
+    pair_indices: Tensor | None = None
     """These first tokens as indices into [B·t], int64 [firsts], if known."""
     sources: Tensor | None = None
     """Source number per document [num_documents], int64, −1 for padding; None if all share one source."""
@@ -232,9 +232,9 @@ class Stream:
             targets = _targets(self)
         return int((targets != IGNORED_TARGET).sum())
 
-    def num_ahead(self, most: int) -> int:
+    def num_mtp_targets(self, most: int) -> int:
         """Count the predictions 2, 3, … ``most`` + 1 tokens ahead that stay within their document."""
-        return _num_ahead(_targets(self), self.positions, most)
+        return _count_mtp_targets(_targets(self), self.positions, most)
 
     def flatten_rows(self) -> Self:
         """Concatenate all rows into one [1, B·T], the shape that a sequence layout splits."""
@@ -252,40 +252,42 @@ class Stream:
             return flat
         positions = torch.arange(missing)[None] % documents.lengths[self.documents.num_documents]
         fill = {
-            "counted": 0,
+            "loss_mask": 0,
             "tokens": 0,
             "segments": 0,
             "order": IGNORED_TARGET,
-            "following": IGNORED_TARGET,
+            "next_token_ids": IGNORED_TARGET,
             "masked": IGNORED_TARGET,
             "targets": IGNORED_TARGET,
             "document_ids": PADDING_DOCUMENT,
         }
         longer = {}
         for name, x in flat.per_token().items():
-            behind = positions
+            padding_values = positions
             if name in fill:
-                behind = torch.full_like(positions, fill[name])
-            longer[name] = torch.cat((x, behind.to(x.dtype)), dim=1)
+                padding_values = torch.full_like(positions, fill[name])
+            longer[name] = torch.cat((x, padding_values.to(x.dtype)), dim=1)
         return replace(flat, **longer, documents=documents)
 
     def per_token(self) -> dict[str, Tensor]:
         """Return per-token tensors by name: all must be split together to stay aligned."""
         found = {"tokens": self.tokens, "positions": self.positions, "document_ids": self.document_ids}
-        for name in ("following", "counted", "masked", "segments", "order"):
+        for name in ("next_token_ids", "loss_mask", "masked", "segments", "order"):
             if (values := getattr(self, name)) is not None:
                 found[name] = values
         return found
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Apply ``change`` to the per-token tensors; ``documents`` stay as they are."""
-        # places and firsts index the old tokens
-        return replace(self, **{name: change(x) for name, x in self.per_token().items()}, places=None, firsts=None)
+        # masked_indices and pair_indices index the old tokens
+        return replace(
+            self, **{name: change(x) for name, x in self.per_token().items()}, masked_indices=None, pair_indices=None
+        )
 
     def to(self, device: torch.device) -> Self:
         """Move per-token tensors to ``device``; ``documents`` stay on the CPU, for schedules."""
         moved = self.map_tokens(lambda x: x.to(device, non_blocking=True))
-        rows = {name: getattr(self, name) for name in ("places", "firsts")}
+        rows = {name: getattr(self, name) for name in ("masked_indices", "pair_indices")}
         rows = {name: x.to(device, non_blocking=True) for name, x in rows.items() if x is not None}
         source = self.source
         if source is not None:
@@ -305,8 +307,8 @@ class Batch(Stream):
         """Tokens with a prediction that counts in the loss."""
         return int((self.targets != IGNORED_TARGET).sum())
 
-    def num_ahead(self, most: int) -> int:
-        return _num_ahead(self.targets, self.positions, most)
+    def num_mtp_targets(self, most: int) -> int:
+        return _count_mtp_targets(self.targets, self.positions, most)
 
     def per_token(self) -> dict[str, Tensor]:
         return {**super().per_token(), "targets": self.targets}
@@ -319,7 +321,7 @@ def next_tokens(stream: Stream) -> Batch:
     return with_targets(stream, _targets(stream))
 
 
-def asked_for(stream: Stream) -> Batch:
+def with_data_targets(stream: Stream) -> Batch:
     """Build the batch with the data's own targets: masked tokens, or next tokens without masking."""
     if stream.masked is None:
         return next_tokens(stream)
@@ -334,17 +336,17 @@ def with_targets(stream: Stream, targets: Tensor) -> Batch:
             f"token has one. What a source's tokens say is not predicted; {IGNORED_TARGET} predicts nothing."
         )
     values = {field.name: getattr(stream, field.name) for field in fields(Stream)}
-    return Batch(**{**values, "targets": targets, "following": None, "counted": None, "masked": None})
+    return Batch(**{**values, "targets": targets, "next_token_ids": None, "loss_mask": None, "masked": None})
 
 
 def _targets(stream: Stream) -> Tensor:
-    assert stream.following is not None, "nobody has read what follows"
-    if stream.counted is None:
-        return stream.following
-    return stream.following.masked_fill(~stream.counted, IGNORED_TARGET)
+    assert stream.next_token_ids is not None, "nobody has read what follows"
+    if stream.loss_mask is None:
+        return stream.next_token_ids
+    return stream.next_token_ids.masked_fill(~stream.loss_mask, IGNORED_TARGET)
 
 
-def _num_ahead(targets: Tensor, positions: Tensor, most: int) -> int:
+def _count_mtp_targets(targets: Tensor, positions: Tensor, most: int) -> int:
     """Count how often a target can be predicted from 1, 2, … ``most`` tokens before its own position."""
     return int(((targets != IGNORED_TARGET) * positions.clamp(max=most)).sum())
 

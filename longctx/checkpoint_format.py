@@ -19,11 +19,11 @@ from torch import Tensor
 from longctx.architecture.size import count_parameters
 from longctx.checkpoint_manifest import (
     FORMAT,
-    PROVED,
+    PROOF_FILE,
     ROLES,
     VALUE_BYTES,
     VERSION,
-    Piece,
+    CheckpointPiece,
     Pieces,
     canonical_hash,
     is_buffer,
@@ -31,13 +31,13 @@ from longctx.checkpoint_manifest import (
     read_manifest,
     read_pieces,
     read_proof,
-    refuse_foreign,
+    reject_other_formats,
     where_to_get,
 )
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
-from longctx.files import CHECKPOINTS, MANIFEST, check_link, hash_file, list_checkpoints, wrong_size
-from longctx.storage.blocks import BlockReader, describe_file
+from longctx.files import CHECKPOINTS, MANIFEST, check_link, hash_file, list_checkpoints, size_problem
+from longctx.storage.hashed_blocks import BlockReader, describe_file
 from longctx.storage.safetensors import SafetensorsFile
 from longctx.tensor_bytes import as_bytes
 
@@ -45,7 +45,7 @@ __all__ = [
     "CHECKPOINTS",
     "FORMAT",
     "MANIFEST",
-    "PROVED",
+    "PROOF_FILE",
     "ROLES",
     "VERSION",
     "CheckpointReader",
@@ -58,7 +58,7 @@ __all__ = [
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SPARE_VALUES = 2**20
+_SIZE_TOLERANCE = 2**20
 """How many values tensors may be short of a model before the name-by-name comparison."""
 _HEADER_BYTES, _ENTRY_BYTES = 2 * 2**20, 1024
 """Header size limits for a piece file: the writer's reserve, and per piece."""
@@ -66,7 +66,7 @@ _FEW_VALUES, _ENTRY_VALUES = 100_000, 16
 """JSON value limits for its header: a few that belong to no piece, and per piece."""
 _SCRATCH_VALUES = 1 << 20
 """Staging buffer size, in values, for destinations that a file cannot be read into."""
-_ADVICE = "`longctx checkpoint verify` names every damaged file; resume from an older checkpoint."
+_HINT = "`longctx checkpoint verify` names every damaged file; resume from an older checkpoint."
 
 
 class CheckpointReader:
@@ -125,9 +125,9 @@ class CheckpointReader:
         """Read ``numel`` values of the flattened tensor from ``start``, fp32 [numel]."""
         # Check that every piece exists with its size before allocating, so that a forged manifest cannot exhaust
         # memory.
-        places = self._places(name, role, start, numel)
+        locations = self._locate_values(name, role, start, numel)
         out = torch.empty(numel, dtype=torch.float32)
-        self._fill(out, start, places)
+        self._fill(out, start, locations)
         return out
 
     def read_into(self, name: str, role: str, start: int, out: Tensor) -> None:
@@ -136,7 +136,7 @@ class CheckpointReader:
         Only the needed blocks are read; if the manifest has block hashes, each block is hashed before use. Raise
         CheckpointError if the file is damaged there: values filled before are correct, the remaining ones untouched.
         """
-        self._fill(out, start, self._places(name, role, start, len(out)))
+        self._fill(out, start, self._locate_values(name, role, start, len(out)))
 
     def state_dict(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight, one at a time, in ``dtype`` (default: the run's); buffers stay in float32."""
@@ -153,7 +153,7 @@ class CheckpointReader:
             files, problems = self.manifest["files"], self.proof_problems()
         for name in files or ():
             # size first: it is free to check, and a truncated copy is the most common damage
-            problem = self._wrong_size(name) or _wrong_hash(self.folder / name, self.manifest["files"][name])
+            problem = self._size_problem(name) or _hash_problem(self.folder / name, self.manifest["files"][name])
             problems += [problem] * bool(problem)
         return problems
 
@@ -165,9 +165,9 @@ class CheckpointReader:
             return [str(error)]
         return []
 
-    def wrong_sizes(self) -> list[str]:
+    def size_problems(self) -> list[str]:
         """Return the problems with missing files and file sizes, without reading any file."""
-        return [problem for problem in map(self._wrong_size, self.manifest["files"]) if problem]
+        return [problem for problem in map(self._size_problem, self.manifest["files"]) if problem]
 
     def check_entries(self) -> None:
         """Raise CheckpointError unless every piece is in its file with its size; only headers are read."""
@@ -177,18 +177,18 @@ class CheckpointReader:
                     self._files.place(piece)
         self.close()
 
-    def unlisted(self) -> list[str]:
+    def extra_files(self) -> list[str]:
         """Return folder entries without a hash: neither the manifest, nor listed in it, nor a proof."""
-        known = {MANIFEST, PROVED}.union(self.manifest["files"])
+        known = {MANIFEST, PROOF_FILE}.union(self.manifest["files"])
         # a proof that is being written, or was when its writer was killed
-        half = f".{PROVED}."
+        half = f".{PROOF_FILE}."
         return sorted(p.name for p in self.folder.iterdir() if p.name not in known and not p.name.startswith(half))
 
     def close(self) -> None:
         """Close the open files."""
         self._files.close()
 
-    def _wrong_size(self, name: str) -> str:
+    def _size_problem(self, name: str) -> str:
         """Check a file without reading it and return the problem; empty if there is none."""
         path, num_bytes = self.folder / name, self.manifest["files"][name]["bytes"]
         if link := link_problem(self.folder, name):
@@ -196,10 +196,10 @@ class CheckpointReader:
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != num_bytes:
-            return f"{name} {wrong_size(path, num_bytes)}"
+            return f"{name} {size_problem(path, num_bytes)}"
         return ""
 
-    def _places(self, name: str, role: str, start: int, numel: int) -> list[_Place]:
+    def _locate_values(self, name: str, role: str, start: int, numel: int) -> list[_Place]:
         """Locate a range's values in the files; raise CheckpointError if the role is not stored."""
         if role not in self._pieces[name]:
             raise CheckpointError(
@@ -216,8 +216,8 @@ class CheckpointReader:
                 found.append(_Place(lo, hi, piece.file, first))
         return found
 
-    def _fill(self, out: Tensor, start: int, places: Iterable[_Place]) -> None:
-        for place in places:
+    def _fill(self, out: Tensor, start: int, locations: Iterable[_Place]) -> None:
+        for place in locations:
             self._files.read_into(place.file, place.first, out[place.lo - start : place.hi - start])
 
 
@@ -225,20 +225,20 @@ class PieceFiles:
     """The files that hold a checkpoint's pieces, opened on first use."""
 
     def __init__(
-        self, folder: Path, files: dict[str, dict[str, Any]], pieces: Iterable[Piece], *, past_cache: bool
+        self, folder: Path, files: dict[str, dict[str, Any]], pieces: Iterable[CheckpointPiece], *, past_cache: bool
     ) -> None:
         """Set the manifest's ``files`` entries and all ``pieces`` in them.
 
         ``past_cache`` suits files that are read once: caching them costs time, and memory that others need.
         """
-        self.folder, self._listed = folder, files
+        self.folder, self._file_entries = folder, files
         self._num_pieces = Counter(piece.file for piece in pieces)
         self._files: dict[str, SafetensorsFile] = {}
         self._blocks = BlockReader(past_cache=past_cache)
 
-    def place(self, piece: Piece) -> int:
+    def place(self, piece: CheckpointPiece) -> int:
         """Return a piece's first byte in its file; raise CheckpointError unless it matches the manifest."""
-        entry = self._opened(piece.file).entry(piece.key)
+        entry = self._open_file(piece.file).entry(piece.key)
         if entry is None:
             raise CheckpointError(
                 f"{self.folder / piece.file} has no tensor {piece.key}. Take another checkpoint; "
@@ -257,14 +257,14 @@ class PieceFiles:
         ``place`` must have opened the file. Raise CheckpointError if the bytes differ from those written; those are
         never used.
         """
-        opened = self._files[file]
+        tensor_file = self._files[file]
         if out.device.type == "cpu" and out.dtype == torch.float32 and out.is_contiguous():
-            opened.read_into(start, as_bytes(out))
+            tensor_file.read_into(start, as_bytes(out))
             return
         scratch = torch.empty(min(_SCRATCH_VALUES, len(out)))
         for at in range(0, len(out), len(scratch)):
             values = scratch[: len(out) - at]
-            opened.read_into(start + VALUE_BYTES * at, as_bytes(values))
+            tensor_file.read_into(start + VALUE_BYTES * at, as_bytes(values))
             out[at : at + len(values)].copy_(values)
 
     def close(self) -> None:
@@ -272,21 +272,21 @@ class PieceFiles:
         self._files.clear()
         self._blocks.close()
 
-    def _opened(self, file: str) -> SafetensorsFile:
+    def _open_file(self, file: str) -> SafetensorsFile:
         """Open a listed file and read its header; raise CheckpointError for a bad link, size or header."""
         if file not in self._files:
             if problem := link_problem(self.folder, file):
                 raise CheckpointError(problem)
-            listed, num_pieces = self._listed[file], self._num_pieces[file]
+            file_entry, num_pieces = self._file_entries[file], self._num_pieces[file]
             self._files[file] = SafetensorsFile(
                 self.folder / file,
                 self._blocks,
-                num_bytes=listed["bytes"],
-                hashes=listed.get("blocks"),
+                num_bytes=file_entry["bytes"],
+                hashes=file_entry.get("blocks"),
                 # limits as for any untrusted file, before allocating memory for it
                 header_bytes=_HEADER_BYTES + num_pieces * _ENTRY_BYTES,
                 header_values=_FEW_VALUES + num_pieces * _ENTRY_VALUES,
-                advice=_ADVICE,
+                hint=_HINT,
             )
         return self._files[file]
 
@@ -301,7 +301,7 @@ def link_problem(folder: Path, file: str) -> str:
     return ""
 
 
-def _wrong_hash(path: Path, entry: dict[str, Any]) -> str:
+def _hash_problem(path: Path, entry: dict[str, Any]) -> str:
     """Read all of a file and return the problem; empty if it matches the manifest's ``entry``."""
     try:
         if "blocks" in entry:
@@ -350,11 +350,11 @@ def model_config(reader: CheckpointReader) -> ModelConfig:
     could take long, or run out of memory.
     """
     config = ModelConfig.from_dict(reader.model)
-    check_size(config, [reader.shape(name) for name in reader.names()], str(reader.folder / MANIFEST))
+    check_model_size(config, [reader.shape(name) for name in reader.names()], str(reader.folder / MANIFEST))
     return config
 
 
-def check_size(config: ModelConfig, shapes: Collection[tuple[int, ...]], where: str) -> None:
+def check_model_size(config: ModelConfig, shapes: Collection[tuple[int, ...]], where: str) -> None:
     """Raise CheckpointError, by arithmetic alone, if a config is much larger than tensors with these shapes.
 
     Names and shapes are compared later, one by one: this bounds the cost of that comparison.
@@ -362,9 +362,11 @@ def check_size(config: ModelConfig, shapes: Collection[tuple[int, ...]], where: 
     held = sum(num_values(shape) for shape in shapes)
     if config.num_layers > len(shapes):
         raise CheckpointError(f"{where}: its model has {config.num_layers:,} layers, and only {len(shapes):,} tensors.")
-    meant = sum(count_parameters(config).values())
-    if meant > 2 * held + _SPARE_VALUES:
-        raise CheckpointError(f"{where}: its model has {meant:,} parameters, and its tensors only {held:,} values.")
+    num_parameters = sum(count_parameters(config).values())
+    if num_parameters > 2 * held + _SIZE_TOLERANCE:
+        raise CheckpointError(
+            f"{where}: its model has {num_parameters:,} parameters, and its tensors only {held:,} values."
+        )
 
 
 def find_checkpoint(folder: str | Path) -> Path:
@@ -374,11 +376,11 @@ def find_checkpoint(folder: str | Path) -> Path:
         return folder
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist.{where_to_get(folder)}")
-    committed = list_checkpoints(folder)
-    if not committed:
-        refuse_foreign(folder)
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        reject_other_formats(folder)
         raise CheckpointError(
             f"{folder} is neither a checkpoint (no {MANIFEST}), nor a run with {CHECKPOINTS}/step_NNNNNN, nor a "
             "Hugging Face folder with config.json."
         )
-    return committed[-1]
+    return checkpoints[-1]

@@ -18,23 +18,23 @@ import xxhash
 
 from longctx.errors import CheckpointError, DataError
 from longctx.files import MANIFEST, read_manifest_json
-from longctx.storage.blocks import HASH_DIGITS, num_blocks
-from longctx.untrusted.reading import parse_json, read_bounded, shown
-from longctx.untrusted.schema import (
+from longctx.storage.hashed_blocks import HASH_HEX_LENGTH, num_blocks
+from longctx.untrusted.strict_json import parse_json, read_bounded, shown
+from longctx.untrusted.untrusted_schema import (
     FILE_NAME,
     HASH,
     MOST_WHOLE,
     NAME,
     Check,
     anything,
-    listing,
+    choice_of,
+    integer_between,
+    list_of,
     mapping,
     nullable,
     number,
-    one_of,
     record,
     text,
-    whole,
 )
 
 FORMAT = "longctx-checkpoint"
@@ -45,11 +45,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 VALUE_BYTES = 4
 """Bytes per float32 in a file."""
-_ADVICE = "Take a checkpoint that a run or `longctx convert` wrote."
+_HINT = "Take a checkpoint that a run or `longctx convert` wrote."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class CheckpointPiece:
     """Flat range from one tensor in one role, and the safetensors entry that holds it."""
 
     file: str
@@ -58,7 +58,7 @@ class Piece:
     numel: int
 
 
-Pieces = dict[str, dict[str, list[Piece]]]
+Pieces = dict[str, dict[str, list[CheckpointPiece]]]
 """Keyed by tensor and role."""
 
 
@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except DataError as error:
         raise CheckpointError(str(error)) from error
     except FileNotFoundError as error:
-        refuse_foreign(folder)
+        reject_other_formats(folder)
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}.") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
@@ -103,7 +103,7 @@ def check_manifest(manifest: Any, path: object) -> dict[str, Any]:
     try:
         _MANIFEST(manifest, "")
     except ValueError as error:
-        raise CheckpointError(f"{path}: {error}.\n{_ADVICE}") from error
+        raise CheckpointError(f"{path}: {error}.\n{_HINT}") from error
     return manifest
 
 
@@ -118,7 +118,7 @@ def where_to_get(folder: Path) -> str:
     return f"\nA model of the Hugging Face Hub is fetched before: hf download {name} --local-dir {folder.name}"
 
 
-def refuse_foreign(folder: Path) -> None:
+def reject_other_formats(folder: Path) -> None:
     """Raise CheckpointError for a PEFT adapter or a DeepSpeed ``save_checkpoint`` folder, without opening any file."""
     if (folder / "adapter_config.json").is_file():
         raise CheckpointError(
@@ -148,11 +148,11 @@ def read_pieces(manifest: dict[str, Any], path: Path) -> Pieces:
     Every piece must be in a listed file with enough bytes. ``path`` is the manifest's path, for messages.
     """
     pieces = {
-        name: {role: [Piece(**piece) for piece in found] for role, found in entry["roles"].items()}
+        name: {role: [CheckpointPiece(**piece) for piece in found] for role, found in entry["roles"].items()}
         for name, entry in manifest["tensors"].items()
     }
     for problem in _problems(manifest, pieces):
-        raise CheckpointError(f"{path.parent}: {problem}.\n{_ADVICE}")
+        raise CheckpointError(f"{path.parent}: {problem}.\n{_HINT}")
     return pieces
 
 
@@ -188,8 +188,8 @@ def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
         if num_bytes > entry["bytes"]:
             yield f"{file} has {entry['bytes']} bytes, and its pieces {num_bytes}"
         # unless every block has a hash, some bytes would be used unchecked
-        if "blocks" in entry and len(entry["blocks"]) != HASH_DIGITS * num_blocks(entry["bytes"]):
-            yield f"{file} has {entry['bytes']} bytes, and {len(entry['blocks']) // HASH_DIGITS} hashes of blocks"
+        if "blocks" in entry and len(entry["blocks"]) != HASH_HEX_LENGTH * num_blocks(entry["bytes"]):
+            yield f"{file} has {entry['bytes']} bytes, and {len(entry['blocks']) // HASH_HEX_LENGTH} hashes of blocks"
 
 
 def num_values(shape: list[int] | tuple[int, ...]) -> int:
@@ -203,62 +203,67 @@ def num_values(shape: list[int] | tuple[int, ...]) -> int:
 # ------------------------------------------------------------------------------------------------------------ schema
 
 _TENSOR_FILE = text(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,187}\.safetensors", "name of a .safetensors file in this folder")
-_PIECE = record({"file": _TENSOR_FILE, "key": NAME, "start": whole(), "numel": whole()})
+_PIECE = record({"file": _TENSOR_FILE, "key": NAME, "start": integer_between(), "numel": integer_between()})
 _TENSOR = record(
-    {"shape": listing(whole(), most=8), "roles": mapping(one_of(ROLES), listing(_PIECE))},
+    {"shape": list_of(integer_between(), most=8), "roles": mapping(choice_of(ROLES), list_of(_PIECE))},
 )
 
 
 def check_token_ids(value: Any, where: str) -> None:
     """Check a token id, a list of ids, or null, as used in config.json for begin, end and padding."""
     if type(value) is list:
-        listing(whole(-1, 2**32), most=1024)(value, where)
+        list_of(integer_between(-1, 2**32), most=1024)(value, where)
     else:
-        nullable(whole(-1, 2**32))(value, where)
+        nullable(integer_between(-1, 2**32))(value, where)
 
 
 _IMPORTED = record(
     {},
     {
         "model_type": nullable(NAME),
-        "dtype": one_of(DTYPES),
-        "dtypes": mapping(NAME, one_of(DTYPES)),
+        "dtype": choice_of(DTYPES),
+        "dtypes": mapping(NAME, choice_of(DTYPES)),
         "token_ids": mapping(NAME, check_token_ids),
         "source": NAME,
     },
-    more=True,
+    allow_extra=True,
 )
 
 
 def _loads(value: Any, where: str) -> None:
     """Check the tokens per expert: null, or a list of equally long lists of numbers."""
-    listing(listing(number, least=1))(value, where)
+    list_of(list_of(number, least=1))(value, where)
     if len({len(row) for row in value}) > 1:
         raise ValueError(f"{where} has rows of different lengths")
 
 
 _HISTORY = record(
-    {"losses": listing(number, most=1024), "norms": listing(number, most=1024), "skipped": whole(), "in_row": whole()}
+    {
+        "losses": list_of(number, most=1024),
+        "norms": list_of(number, most=1024),
+        "skipped": integer_between(),
+        "in_row": integer_between(),
+    }
 )
 """History for detecting loss spikes; the consumer checks it more closely."""
 
 _TRAINING = record(
     {},
     {
-        "step": whole(),
+        "step": integer_between(),
         # the loader checks its own state strictly
         "loader": mapping(NAME, anything),
-        "world_size": whole(1),
-        "zero_stage": whole(0, 3),
+        "world_size": integer_between(1),
+        "zero_stage": integer_between(0, 3),
         "expert_load": _loads,
-        "optimizer_steps": whole(),
+        "optimizer_steps": integer_between(),
         "history": nullable(_HISTORY),
         "model_type": nullable(NAME),
         "config": mapping(NAME, mapping(NAME, anything)),
         "imported": _IMPORTED,
         "upcycled": mapping(NAME, anything),
     },
-    more=True,
+    allow_extra=True,
 )
 
 
@@ -275,11 +280,11 @@ _MANIFEST: Check = record(
     {
         "format": anything,
         "version": anything,
-        "step": whole(),
-        "dtype": one_of(DTYPES),
+        "step": integer_between(),
+        "dtype": choice_of(DTYPES),
         # ModelConfig checks its own fields strictly
         "model": mapping(NAME, anything),
-        "files": mapping(_no_manifest, record({"bytes": whole(), "hash": HASH}, {"blocks": _BLOCK_HASHES})),
+        "files": mapping(_no_manifest, record({"bytes": integer_between(), "hash": HASH}, {"blocks": _BLOCK_HASHES})),
         "tensors": mapping(NAME, _TENSOR, least=1),
         "training": _TRAINING,
         "hash": HASH,
@@ -288,37 +293,39 @@ _MANIFEST: Check = record(
 )
 
 
-PROVED = "proved.json"
+PROOF_FILE = "proved.json"
 """Stored next to the manifest, outside its hash: the later loss that proved the checkpoint."""
 _MOST_PROOF_BYTES = 4096
 _WITHOUT_PROOF = "Remove it: the checkpoint is whole without."
-_PROOF = record({"manifest": HASH, "by": one_of(("step", "validation")), "step": whole(), "loss": number, "hash": HASH})
+_PROOF = record(
+    {"manifest": HASH, "by": choice_of(("step", "validation")), "step": integer_between(), "loss": number, "hash": HASH}
+)
 
 
 def seal_proof(manifest_hash: str, proof: dict[str, Any]) -> bytes:
-    """Encode a ``PROVED`` file: the proof for the checkpoint with this manifest, under its own hash."""
+    """Encode a ``PROOF_FILE`` file: the proof for the checkpoint with this manifest, under its own hash."""
     content = {"manifest": manifest_hash, **proof}
     return json.dumps(content | {"hash": canonical_hash(content)}).encode()
 
 
 def read_proof(folder: Path) -> dict[str, Any] | None:
     """Read a checkpoint's proof, None if there is no file; raise CheckpointError if the file was changed."""
-    path = folder / PROVED
+    path = folder / PROOF_FILE
     if not path.exists():
         return None
     try:
         return parse_proof(read_bounded(path, _MOST_PROOF_BYTES))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{PROVED} cannot be read: {error}. {_WITHOUT_PROOF}") from error
+        raise CheckpointError(f"{PROOF_FILE} cannot be read: {error}. {_WITHOUT_PROOF}") from error
 
 
 def parse_proof(text: bytes) -> dict[str, Any]:
-    """Parse a ``PROVED`` file; raise CheckpointError if it was changed."""
+    """Parse a ``PROOF_FILE`` file; raise CheckpointError if it was changed."""
     try:
         content = parse_json(text)
         if not isinstance(content, dict) or content.get("hash") != canonical_hash(content):
             raise ValueError("its hash does not match")
         _PROOF(content, "")
     except ValueError as error:
-        raise CheckpointError(f"{PROVED} is damaged: {error}. {_WITHOUT_PROOF}") from error
+        raise CheckpointError(f"{PROOF_FILE} is damaged: {error}. {_WITHOUT_PROOF}") from error
     return content

@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments, Stream, asked_for
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments, Stream, with_data_targets
 
 
 class DocumentEnd(IntEnum):
     """Kind of token after a document's last token."""
 
-    NOTHING = 0
+    COMPLETE = 0
     """The document ends: its last token has no target."""
-    MORE = 1
+    CUT = 1
     """The document was cut: the token after the cut is the target."""
     PADDING = 2
     """Padding instead of a document: its tokens have no targets."""
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Sequence tokens start, start + step, … (``count`` tokens), contiguous in ``CompactBatch.ids``."""
 
     start: int
@@ -37,7 +37,7 @@ class Span(NamedTuple):
     """Buffer index of its first token."""
 
     @property
-    def following(self) -> int:
+    def next_offset(self) -> int:
         """Buffer distance from a token to its following token."""
         # Adjacent tokens share the buffer: each following token is the next entry. With a step, the following tokens
         # are stored after the last token.
@@ -48,7 +48,7 @@ class Span(NamedTuple):
     @property
     def size(self) -> int:
         """Number of buffer entries."""
-        return self.count + self.following
+        return self.count + self.next_offset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class CompactBatch:
     ids: Tensor
     """Token ids, uint16 or int32 as in the shards: each span's tokens and their following tokens."""
     spans: Tensor
-    """int64 [S, 4]: one ``Span`` per row, in this rank's token order."""
+    """int64 [S, 4]: one ``TokenSpan`` per row, in this rank's token order."""
     ends: Tensor
     """uint8 [D]: a ``DocumentEnd`` per document."""
     bounds: Tensor
@@ -70,7 +70,7 @@ class CompactBatch:
     """``Batch.documents``."""
     shape: tuple[int, int]
     """(B, t)."""
-    counted: Tensor | None = None
+    target_runs: Tensor | None = None
     """Runs of sequence tokens whose target counts in the loss, within this rank's documents: each run's first token and
     end, int64 [2 · runs], ascending. None if every target counts."""
     masked: Tensor | None = None
@@ -78,7 +78,7 @@ class CompactBatch:
     None without masking."""
     seconds: Tensor | None = None
     """First token of each document's second segment, int64 [D]; None if each document is one segment."""
-    firsts: Tensor | None = None
+    pair_indices: Tensor | None = None
     """This rank's first tokens in two-segment documents, with their ``Stream.order``, int32 [2, firsts]."""
     num_targets: int
     """Masked tokens; without masking, tokens with a following token in their document that counts."""
@@ -97,32 +97,34 @@ class CompactBatch:
     def nbytes(self) -> int:
         """Bytes copied to the device."""
         of_source = 0 if self.source is None else self.source.nbytes
-        return of_source + sum(getattr(self, name).nbytes for name in self._moving)
+        return of_source + sum(getattr(self, name).nbytes for name in self._device_fields)
 
     def pinned(self) -> CompactBatch:
         """Copy the batch to page-locked memory, which a GPU reads from asynchronously."""
         source = self.source
         if source is not None:
             source = source.pinned()
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in self._moving}, source=source)
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in self._device_fields}, source=source)
 
     @property
-    def _moving(self) -> tuple[str, ...]:
+    def _device_fields(self) -> tuple[str, ...]:
         """Names of the tensors that are copied to the device."""
         names = ("ids", "spans", "ends", "bounds")
-        optional = ("counted", "masked", "seconds", "firsts")
+        optional = ("target_runs", "masked", "seconds", "pair_indices")
         return names + tuple(name for name in optional if getattr(self, name) is not None)
 
     @property
     def num_pairs(self) -> int:
         """Two-segment documents with their first token on this rank."""
-        return 0 if self.firsts is None else self.firsts.shape[1]
+        return 0 if self.pair_indices is None else self.pair_indices.shape[1]
 
-    def num_ahead(self, most: int) -> int:
-        """Return the same as ``Batch.num_ahead``."""
+    def num_mtp_targets(self, most: int) -> int:
+        """Return the same as ``Batch.num_mtp_targets``."""
         return most * self.num_targets - _num_too_near(self, most)
 
-    def unpack(self, device: torch.device | str = "cpu", prepare: Callable[[Stream], Batch] = asked_for) -> Batch:
+    def unpack(
+        self, device: torch.device | str = "cpu", prepare: Callable[[Stream], Batch] = with_data_targets
+    ) -> Batch:
         """Build the batch with per-token tensors [B, t], int64, on ``device``, without a host sync.
 
         ``prepare`` creates an objective's targets on the device.
@@ -130,7 +132,7 @@ class CompactBatch:
         stream = self.stream(device)
         if self.source is not None:
             # source tokens are never predicted
-            stream = replace(stream, source=replace(self.source.stream(device), following=None))
+            stream = replace(stream, source=replace(self.source.stream(device), next_token_ids=None))
         return prepare(stream)
 
     def stream(self, device: torch.device | str) -> Stream:
@@ -138,25 +140,29 @@ class CompactBatch:
         if torch.device(device).type == "cpu":
             per_token = self.copied()
         else:
-            per_token = looked_up(self, device)
-        places = firsts = None
-        if self.seconds is not None and self.firsts is not None:
+            per_token = unpack_by_lookup(self, device)
+        masked_indices = pair_indices = None
+        if self.seconds is not None and self.pair_indices is not None:
             # Padding has id -1: look up document 0 for it, and mask it below.
             document_ids, seconds = per_token["document_ids"], self.seconds.to(device, non_blocking=True)
             is_second = per_token["positions"] >= seconds[document_ids.clamp(min=0)]
             per_token["segments"] = (is_second & (document_ids != PADDING_DOCUMENT)).long()
-            firsts, orders = self.firsts.to(device, non_blocking=True).long()
-            per_token["order"] = torch.full_like(document_ids, IGNORED_TARGET).index_copy_(0, firsts, orders)
+            pair_indices, order_labels = self.pair_indices.to(device, non_blocking=True).long()
+            per_token["order"] = torch.full_like(document_ids, IGNORED_TARGET).index_copy_(
+                0, pair_indices, order_labels
+            )
         if self.masked is not None:
-            places, read_as = self.masked.to(device, non_blocking=True).long()
+            masked_indices, read_as = self.masked.to(device, non_blocking=True).long()
             tokens = per_token["tokens"]
-            per_token["masked"] = torch.full_like(tokens, IGNORED_TARGET).index_copy_(0, places, tokens[places])
-            tokens.index_copy_(0, places, read_as)
+            per_token["masked"] = torch.full_like(tokens, IGNORED_TARGET).index_copy_(
+                0, masked_indices, tokens[masked_indices]
+            )
+            tokens.index_copy_(0, masked_indices, read_as)
         return Stream(
             **{name: x.view(self.shape) for name, x in per_token.items()},
             documents=self.documents,
-            places=places,
-            firsts=firsts,
+            masked_indices=masked_indices,
+            pair_indices=pair_indices,
             sources=self.sources,
             source=None,
             row_tokens=self.row_tokens,
@@ -164,21 +170,23 @@ class CompactBatch:
         )
 
     def copied(self) -> dict[str, Tensor]:
-        """Build the per-token tensors on the CPU, document by document, in a tenth of the time ``looked_up`` takes."""
+        """Build the per-token tensors on the CPU, document by document, in a tenth of the time ``unpack_by_lookup``
+        takes.
+        """
         num_local = self.shape[0] * self.shape[1]
-        names = ("tokens", "following", "positions", "document_ids")
+        names = ("tokens", "next_token_ids", "positions", "document_ids")
         found = {name: torch.empty(num_local, dtype=torch.int64) for name in names}
-        tokens, following, positions, document_ids = found.values()
-        if self.counted is not None:
-            found["counted"] = torch.empty(num_local, dtype=torch.bool)
+        tokens, next_token_ids, positions, document_ids = found.values()
+        if self.target_runs is not None:
+            found["loss_mask"] = torch.empty(num_local, dtype=torch.bool)
         bounds, ends = self.documents.bounds, self.ends.tolist()
-        counting = torch.arange(max(self.documents.lengths, default=0))
+        position_range = torch.arange(max(self.documents.lengths, default=0))
         local = 0
-        for span in map(Span._make, self.spans.tolist()):
+        for span in map(TokenSpan._make, self.spans.tolist()):
             start, count, step, at = span
             tokens[local : local + count] = self.ids[at : at + count]
-            behind = at + span.following
-            following[local : local + count] = self.ids[behind : behind + count]
+            next_at = at + span.next_offset
+            next_token_ids[local : local + count] = self.ids[next_at : next_at + count]
             for number, first, last in self.documents.within(start, start + (count - 1) * step + 1):
                 # the span's first token in this document; with a step there may be none
                 first += -(first - start) % step
@@ -187,16 +195,16 @@ class CompactBatch:
                     continue
                 begin = local + (first - start) // step
                 into, place = slice(begin, begin + num), first - bounds[number]
-                positions[into] = counting[place : place + (num - 1) * step + 1 : step]
+                positions[into] = position_range[place : place + (num - 1) * step + 1 : step]
                 if ends[number] == DocumentEnd.PADDING:
-                    document_ids[into], following[into] = PADDING_DOCUMENT, IGNORED_TARGET
+                    document_ids[into], next_token_ids[into] = PADDING_DOCUMENT, IGNORED_TARGET
                     continue
                 document_ids[into] = number
-                if ends[number] == DocumentEnd.NOTHING and first + (num - 1) * step + 1 == bounds[number + 1]:
-                    following[begin + num - 1] = IGNORED_TARGET
-            if self.counted is not None:
+                if ends[number] == DocumentEnd.COMPLETE and first + (num - 1) * step + 1 == bounds[number + 1]:
+                    next_token_ids[begin + num - 1] = IGNORED_TARGET
+            if self.target_runs is not None:
                 index = torch.arange(start, start + count * step, step)
-                found["counted"][local : local + count] = _inside(self.counted, index)
+                found["loss_mask"][local : local + count] = _inside(self.target_runs, index)
             local += count
         return found
 
@@ -219,19 +227,19 @@ def _has_target(batch: CompactBatch, number: int, index: int) -> bool:
     end = int(batch.ends[number])
     if end == DocumentEnd.PADDING:
         return False
-    if end == DocumentEnd.NOTHING and index + 1 == batch.documents.bounds[number + 1]:
+    if end == DocumentEnd.COMPLETE and index + 1 == batch.documents.bounds[number + 1]:
         return False
-    return batch.counted is None or bool(_inside(batch.counted, torch.tensor([index])))
+    return batch.target_runs is None or bool(_inside(batch.target_runs, torch.tensor([index])))
 
 
-def looked_up(batch: CompactBatch, device: torch.device | str) -> dict[str, Tensor]:
+def unpack_by_lookup(batch: CompactBatch, device: torch.device | str) -> dict[str, Tensor]:
     """Build the per-token tensors [B·t] by name with one lookup per token, which is fast on a GPU."""
     ids, spans, ends, bounds = (
         x.to(device, non_blocking=True) for x in (batch.ids, batch.spans, batch.ends, batch.bounds)
     )
-    counted = batch.counted
-    if counted is not None:
-        counted = counted.to(device, non_blocking=True)
+    target_runs = batch.target_runs
+    if target_runs is not None:
+        target_runs = target_runs.to(device, non_blocking=True)
     start_S, count_S, step_S, at_S = spans.unbind(1)
     num_local = batch.shape[0] * batch.shape[1]
     local = torch.arange(num_local, device=device)
@@ -240,20 +248,20 @@ def looked_up(batch: CompactBatch, device: torch.device | str) -> dict[str, Tens
     span = torch.searchsorted(ends_S, local, right=True)
     nth = local - (ends_S - count_S)[span]
     entry = at_S[span] + nth
-    behind = torch.where(step_S == 1, 1, count_S)[span]
+    next_distance = torch.where(step_S == 1, 1, count_S)[span]
     index = start_S[span] + nth * step_S[span]
     document = torch.searchsorted(bounds[1:], index, right=True)
     end = ends[document]
     is_last = index + 1 == bounds[1:][document]
-    ignored = (end == DocumentEnd.PADDING) | (is_last & (end == DocumentEnd.NOTHING))
+    ignored = (end == DocumentEnd.PADDING) | (is_last & (end == DocumentEnd.COMPLETE))
     found = {
-        "tokens": _looked_up(ids, entry),
-        "following": _looked_up(ids, entry + behind).masked_fill_(ignored, IGNORED_TARGET),
+        "tokens": _lookup_ids(ids, entry),
+        "next_token_ids": _lookup_ids(ids, entry + next_distance).masked_fill_(ignored, IGNORED_TARGET),
         "positions": index - bounds[document],
         "document_ids": document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT),
     }
-    if counted is not None:
-        found["counted"] = _inside(counted, index)
+    if target_runs is not None:
+        found["loss_mask"] = _inside(target_runs, index)
     return found
 
 
@@ -262,7 +270,7 @@ def _inside(bounds: Tensor, index: Tensor) -> Tensor:
     return torch.searchsorted(bounds, index, right=True) % 2 == 1
 
 
-def _looked_up(ids: Tensor, index: Tensor) -> Tensor:
+def _lookup_ids(ids: Tensor, index: Tensor) -> Tensor:
     """Return ``ids[index]`` as int64."""
     if ids.dtype != torch.uint16:
         return ids[index].long()

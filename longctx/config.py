@@ -7,10 +7,10 @@ from typing import Any, Self, TypeVar
 
 from longctx import families
 from longctx.architecture.fields import ModelFields, names_of_role
+from longctx.architecture.model_rules import check_model
 from longctx.architecture.rope import Rope
-from longctx.architecture.rules import check_model
 from longctx.errors import ConfigError
-from longctx.untrusted.reading import shown
+from longctx.untrusted.strict_json import shown
 
 T = TypeVar("T")
 
@@ -38,12 +38,12 @@ class ModelConfig(ModelFields):
             idle |= names_of_role("experts")
         elif not self.dense_layers:
             idle |= {"ffn_size"}
-        differing: dict[str, tuple[Any, Any]] = {}
+        mismatches: dict[str, tuple[Any, Any]] = {}
         for f in fields(ModelConfig):
-            mine, theirs = getattr(self, f.name), getattr(other, f.name)
-            if mine != theirs and f.name not in idle:
-                differing[f.name] = mine, theirs
-        return differing
+            own_value, other_value = getattr(self, f.name), getattr(other, f.name)
+            if own_value != other_value and f.name not in idle:
+                mismatches[f.name] = own_value, other_value
+        return mismatches
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -330,23 +330,23 @@ _T5_1_1: dict[str, Any] = _T5 | {"activation": "geglu_tanh", "tie_embeddings": F
 _SMALL: dict[str, Any] = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 2048}
 
 
-def _two_stacks(layers: int, shape: dict[str, Any], rest: dict[str, Any]) -> ModelConfig:
+def _encoder_decoder(layers: int, shape: dict[str, Any], rest: dict[str, Any]) -> ModelConfig:
     """Build an encoder-decoder config with ``layers`` layers in each stack."""
     values: dict[str, Any] = shape | rest | {"num_layers": layers, "encoder_layers": layers}
     return ModelConfig(**values)
 
 
-_TWO_STACKS = {
-    "bart-base": _two_stacks(6, _BASE, _BART),  # arXiv 1910.13461
-    "bart-large": _two_stacks(12, _LARGE, _BART),
+_ENCODER_DECODERS = {
+    "bart-base": _encoder_decoder(6, _BASE, _BART),  # arXiv 1910.13461
+    "bart-large": _encoder_decoder(12, _LARGE, _BART),
     # Helsinki-NLP's OPUS translation models, by Marian; the vocabulary is from opus-mt-en-de.
-    "opus-mt": _two_stacks(6, _SMALL, _OPUS),
-    "t5-small": _two_stacks(6, _SMALL, _T5 | {"logit_scale": 512**-0.5}),  # arXiv 1910.10683
-    "t5-base": _two_stacks(12, _BASE, _T5 | {"logit_scale": 768**-0.5}),
-    "t5-large": _two_stacks(24, _LARGE, _T5 | {"logit_scale": 1024**-0.5}),
-    "t5-v1.1-base": _two_stacks(12, _BASE, _T5_1_1 | {"ffn_size": 2048}),
-    "t5-v1.1-large": _two_stacks(24, _LARGE, _T5_1_1 | {"ffn_size": 2816}),
+    "opus-mt": _encoder_decoder(6, _SMALL, _OPUS),
+    "t5-small": _encoder_decoder(6, _SMALL, _T5 | {"logit_scale": 512**-0.5}),  # arXiv 1910.10683
+    "t5-base": _encoder_decoder(12, _BASE, _T5 | {"logit_scale": 768**-0.5}),
+    "t5-large": _encoder_decoder(24, _LARGE, _T5 | {"logit_scale": 1024**-0.5}),
+    "t5-v1.1-base": _encoder_decoder(12, _BASE, _T5_1_1 | {"ffn_size": 2048}),
+    "t5-v1.1-large": _encoder_decoder(24, _LARGE, _T5_1_1 | {"ffn_size": 2816}),
 }
 
-PRESETS: dict[str, ModelConfig] = _QUICKSTART | _GPT | _LLAMA | _EXPERTS | _ENCODERS | _TWO_STACKS
+PRESETS: dict[str, ModelConfig] = _QUICKSTART | _GPT | _LLAMA | _EXPERTS | _ENCODERS | _ENCODER_DECODERS
 """Named shapes for ``model.preset``: small starting points and published models."""

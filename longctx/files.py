@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from longctx.errors import ConfigError, DataError, LongCtxError
-from longctx.untrusted.reading import NOT_FETCHED, NotFetchedError, check_fetched, parse_json, read_bounded, shown
+from longctx.untrusted.strict_json import NOT_FETCHED, NotFetchedError, check_fetched, parse_json, read_bounded, shown
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
@@ -30,9 +30,9 @@ _SMALL_MANIFEST_VALUES = 500_000
 _MOST_TOML_BYTES = 4 * 2**20
 """For a file that people write."""
 
-_COMMITTED = re.compile(r"step_(\d{6,})")
+_STEP_FOLDER = re.compile(r"step_(\d{6,})")
 
-_ADVICE = {
+_HINTS = {
     errno.ENOSPC: "The disk is full: free some space or write to another disk.",
     errno.EDQUOT: "Your quota is used up: free some space or write to another disk.",
     errno.EFBIG: "The file would exceed the file size limit (see `ulimit -f`): raise it or use smaller shards.",
@@ -46,20 +46,20 @@ _ADVICE = {
 
 
 @contextlib.contextmanager
-def explained_writes(
+def convert_write_errors(
     path: Path, error: type[LongCtxError] = DataError, *, kept: str = "Nothing is left of it."
 ) -> Iterator[None]:
     """Turn a disk error under ``path`` into an ``error`` with a hint; ``kept`` describes the files that remain."""
     try:
         yield
     except OSError as refusal:
-        advice = _ADVICE.get(refusal.errno or 0, "Choose another path or mend this one.")
-        raise error(f"{path} could not be written ({refusal.strerror or refusal}). {kept}\n{advice}") from refusal
+        hint = _HINTS.get(refusal.errno or 0, "Choose another path or mend this one.")
+        raise error(f"{path} could not be written ({refusal.strerror or refusal}). {kept}\n{hint}") from refusal
 
 
 def write_atomically(path: Path, content: bytes, error: type[LongCtxError] = DataError) -> None:
     """Write the file atomically: readers see either the old content or the new."""
-    with explained_writes(path, error):
+    with convert_write_errors(path, error):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_file(path) as temporary:
             temporary.write_bytes(content)
@@ -106,9 +106,9 @@ def staged_folder(target: Path, *, replace: bool = False, error: type[LongCtxErr
     """
     staging = target.with_name(f".{target.name}.partial.{_writer()}")
     retired = target.with_name(f".{target.name}.retired.{_writer()}")
-    with explained_writes(target, error):
+    with convert_write_errors(target, error):
         if not replace:
-            check_free(target, error)
+            check_target_free(target, error)
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
         staging.mkdir()
@@ -132,7 +132,7 @@ def staged_folder(target: Path, *, replace: bool = False, error: type[LongCtxErr
                 shutil.rmtree(retired, ignore_errors=True)
 
 
-def check_free(target: Path, error: type[LongCtxError]) -> None:
+def check_target_free(target: Path, error: type[LongCtxError]) -> None:
     """Raise an error unless ``target`` does not exist or is an empty folder."""
     is_empty_folder = target.is_dir() and not target.is_symlink() and not any(target.iterdir())
     if (target.exists() or target.is_symlink()) and not is_empty_folder:
@@ -147,9 +147,9 @@ def check_link(folder: Path, file: str, error: type[LongCtxError] = DataError) -
     """
     allowed = [(folder.resolve() / file).parent, folder.resolve()]
     # the user may have named the folder by a link
-    for spelling in (folder.absolute(), folder.resolve()):
-        if spelling.parent.name == "snapshots":
-            allowed.append((spelling.parents[1] / "blobs").resolve())
+    for base in (folder.absolute(), folder.resolve()):
+        if base.parent.name == "snapshots":
+            allowed.append((base.parents[1] / "blobs").resolve())
     try:
         target = (folder / file).resolve()
     except (OSError, RuntimeError) as refusal:
@@ -173,8 +173,8 @@ def read_manifest_bytes(folder: Path) -> tuple[bytes, int]:
         check_link(folder, MANIFEST)
     # A manifest larger than twice the folder's other files cannot describe a checkpoint: each piece takes about as many
     # bytes in its file's header.
-    beside = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
-    most_bytes = min(_SMALL_MANIFEST_BYTES + 2 * beside, _MOST_MANIFEST_BYTES)
+    safetensors_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
+    most_bytes = min(_SMALL_MANIFEST_BYTES + 2 * safetensors_bytes, _MOST_MANIFEST_BYTES)
     # a piece takes some 130 bytes and has four values
     return read_bounded(folder / MANIFEST, most_bytes), _SMALL_MANIFEST_VALUES + most_bytes // 20
 
@@ -196,12 +196,12 @@ def read_toml(path: Path, called: str) -> dict[str, Any]:
         place = re.search(r"at line (\d+)", str(error))
         line = ""
         if place:
-            wrong = text.split("\n")[int(place[1]) - 1]
-            line = f" That line is {shown(wrong)}."
+            bad_line = text.split("\n")[int(place[1]) - 1]
+            line = f" That line is {shown(bad_line)}."
         raise ConfigError(f"{called} is not TOML: {error}.{line}") from error
 
 
-def wrong_size(path: Path, num_bytes: int) -> str:
+def size_problem(path: Path, num_bytes: int) -> str:
     """Describe a file that does not have its manifest entry's size, as a sentence without its subject."""
     try:
         # if it cannot be read, its size is still wrong
@@ -226,7 +226,7 @@ def list_checkpoints(run_folder: str | Path) -> list[Path]:
     steps: list[tuple[int, Path]] = []
     for path in (Path(run_folder) / CHECKPOINTS).glob("step_*"):
         # excludes ``step_000100.discarded``, and folders that are still being copied
-        match = _COMMITTED.fullmatch(path.name)
+        match = _STEP_FOLDER.fullmatch(path.name)
         if match and (path / MANIFEST).is_file():
             steps.append((int(match[1]), path))
     # numerically, not by name: seven digits sort after six

@@ -34,9 +34,9 @@ class SwapFile:
     def __init__(self, folder: Path) -> None:
         """Create the file in ``folder``, which must exist. Raise OSError if the file system rejects a write."""
         self._folder = folder
-        self._fd, self.is_direct = _open_unnamed(folder)
+        self._fd, self.is_direct = _open_unlinked(folder)
         weakref.finalize(self, os.close, self._fd)
-        self._places: dict[str, tuple[int, int]] = {}
+        self._extents: dict[str, tuple[int, int]] = {}
         """Name -> (offset, reserved bytes)."""
         self._end = 0
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="swap")
@@ -57,23 +57,23 @@ class SwapFile:
 
     def read(self, name: str, *parts: Tensor) -> list[Future[None]]:
         """Start reading the first values for ``name`` into contiguous CPU tensors, back to back."""
-        offset, reserved = self._places[name]
+        offset, reserved = self._extents[name]
         wanted = sum(part.nbytes for part in parts)
         assert wanted <= reserved, f"{name} has {reserved} bytes, and {wanted} are asked for"
         return self._transfer(offset, parts, self._read_block)
 
     def _place(self, name: str, num_bytes: int) -> int:
         """Return a name's offset in the file, reserving space on first use; raise OSError if the disk is full."""
-        if name not in self._places:
+        if name not in self._extents:
             # reserve disk blocks now, so that a full disk fails here instead of in a later write
             reserved = -(-num_bytes // ALIGNMENT) * ALIGNMENT
             try:
                 os.posix_fallocate(self._fd, self._end, max(reserved, 1))
             except OSError as error:
-                raise self._explained(error) from error
-            self._places[name] = self._end, reserved
+                raise self._with_folder(error) from error
+            self._extents[name] = self._end, reserved
             self._end += reserved
-        offset, reserved = self._places[name]
+        offset, reserved = self._extents[name]
         assert num_bytes <= reserved, f"{name} was {reserved} bytes, and is {num_bytes} now"
         return offset
 
@@ -115,9 +115,9 @@ class SwapFile:
             try:
                 moved = call(self._fd, [block[done:]], offset + done)
             except OSError as error:
-                raise self._explained(error) from error
+                raise self._with_folder(error) from error
             if moved == 0:
-                raise self._explained(OSError(errno.EIO, "the file ends too early"))
+                raise self._with_folder(OSError(errno.EIO, "the file ends too early"))
             done += moved
 
     def _bounce_buffer(self, num_bytes: int) -> memoryview:
@@ -126,12 +126,12 @@ class SwapFile:
             self._bounce.buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         return self._bounce.buffer[: -(-num_bytes // ALIGNMENT) * ALIGNMENT]
 
-    def _explained(self, error: OSError) -> OSError:
+    def _with_folder(self, error: OSError) -> OSError:
         """Return the same error with the folder's name."""
         return OSError(error.errno, f"swapping failed: {error.strerror}", str(self._folder))
 
 
-def _open_unnamed(folder: Path) -> tuple[int, bool]:
+def _open_unlinked(folder: Path) -> tuple[int, bool]:
     """Open an unlinked file; return it and whether it bypasses the page cache."""
     plain, path = tempfile.mkstemp(prefix=".swap.", dir=folder)
     direct = -1
@@ -146,7 +146,7 @@ def _open_unnamed(folder: Path) -> tuple[int, bool]:
         Path(path).unlink()
     try:
         # some file systems accept the flag, but reject the transfer
-        if direct >= 0 and _takes_a_block(direct):
+        if direct >= 0 and _supports_transfer(direct):
             os.close(plain)
             return direct, True
     except BaseException:
@@ -155,11 +155,11 @@ def _open_unnamed(folder: Path) -> tuple[int, bool]:
         raise
     if direct >= 0:
         os.close(direct)
-    _takes_a_block(plain)
+    _supports_transfer(plain)
     return plain, False
 
 
-def _takes_a_block(fd: int) -> bool:
+def _supports_transfer(fd: int) -> bool:
     """Write one sector and read it back; return False if the file system rejects such a transfer."""
     block = memoryview(mmap.mmap(-1, ALIGNMENT))
     block[:] = bytes(range(256)) * (ALIGNMENT // 256)

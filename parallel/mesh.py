@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from longctx.errors import ConfigError
 from parallel.comm.communicator import Communicator
-from parallel.comm.groups import ProcessGroup, device_backend, own_group
 from parallel.comm.messages.ledger import Ledger
+from parallel.comm.process_groups import ProcessGroup, device_backend, own_group
 from parallel.comm.world import num_ranks, own_rank
 from parallel.runtime.launched import ranks_of_machine
 
@@ -75,8 +75,8 @@ class Mesh:
         if ulysses > 1:
             # Neighbours exchange heads because that all-to-all is exposed; ring hops overlap with compute and tolerate
             # distance.
-            neighbours = [span[n : n + ulysses] for span in spans for n in range(0, context, ulysses)]
-            ulysses_group = own_group(neighbours)
+            neighbors = [span[n : n + ulysses] for span in spans for n in range(0, context, ulysses)]
+            ulysses_group = own_group(neighbors)
             ring_group = own_group(rings)
         experts = [range(first, first + expert) for first in range(0, world_size, expert)]
         expert_group = own_group(experts)
@@ -176,7 +176,7 @@ def _ranks_in_node(ring: Sequence[int], ranks_per_node: int) -> int:
     return counts.pop()
 
 
-def nearest(value: int, fits: Sequence[int]) -> int:
+def closest_value(value: int, fits: Sequence[int]) -> int:
     """Return the element in ``fits`` closest to the value; the smaller one in a tie."""
     return min(fits, key=lambda n: (abs(n - value), n))
 
@@ -202,7 +202,8 @@ def check_degrees(
             fits = valid(name, divisors)
             raise ConfigError(
                 f"parallel.{name}={degree} does not divide the {world_size} {'rank' if world_size == 1 else 'ranks'}.\n"
-                f"Try parallel.{name}={nearest(degree, fits)} (any of {fits}), or a multiple of {degree} ranks: on one "
+                f"Try parallel.{name}={closest_value(degree, fits)} (any of {fits}), or a multiple of "
+                f"{degree} ranks: on one "
                 f"machine with --ranks {degree} of longctx train."
             )
     if context % ulysses:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from longctx.architecture.layers import mixers_of
+from longctx.architecture.layer_specs import mixers_of
 from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
@@ -16,12 +16,12 @@ from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.training_pass import Execution
 from longctx.objectives.build import NEXT_TOKEN, Objective, build_objective
 from longctx.objectives.task import Task
-from longctx.objectives.token_prediction import Shift, shifted
+from longctx.objectives.token_prediction import Shift, next_values
+from parallel.attention.context_parallel_plan import ContextParallelOptions
 from parallel.attention.cores import CORES, build_cores
-from parallel.attention.plan import AttentionOptions
 from parallel.experts.dispatcher import AllToAllDispatcher, ReplicatedExperts
-from parallel.mesh import Mesh, nearest
-from parallel.schedule.segments import shared_documents
+from parallel.mesh import Mesh, closest_value
+from parallel.schedule.document_segments import shared_documents
 
 
 def build_parallel_model(
@@ -49,7 +49,7 @@ def build_parallel_model(
     """
     execution = execution or Execution()
     # 1. Attention and dispatcher first: the decoder is built around them, with this rank's local experts.
-    options = AttentionOptions(kernel, transport, communication_dtype, deterministic, execution.products)
+    options = ContextParallelOptions(kernel, transport, communication_dtype, deterministic, execution.matmul_mode)
     if device is None:
         device = "cpu"
         if seed is None:
@@ -69,7 +69,7 @@ def build_empty_decoder(
     mesh: Mesh,
     *,
     layout: str,
-    options: AttentionOptions | None = None,
+    options: ContextParallelOptions | None = None,
     execution: Execution | None = None,
     dispatcher: TokenDispatcher | None = None,
     device: str = "cpu",
@@ -81,7 +81,7 @@ def build_empty_decoder(
     """
     check_layers(config, layout, mesh.ring_degree)
     check_experts(config, mesh.expert, mesh.world_size)
-    cores = build_cores(mesh, layout, options or AttentionOptions())
+    cores = build_cores(mesh, layout, options or ContextParallelOptions())
     dispatcher = dispatcher or _dispatcher(config, mesh)
     # The device context covers only weights and buffers: the decoder allocates everything more at run time.
     with torch.device(device):
@@ -111,7 +111,7 @@ def check_experts(config: ModelConfig, degree: int, world_size: int | None = Non
         fits = [n for n in range(1, both + 1) if both % n == 0]
         raise ConfigError(
             f"parallel.expert={degree} does not divide model.num_experts={config.num_experts}.\n"
-            f"Try parallel.expert={nearest(degree, fits)} (any of {fits}), or a multiple of {degree} experts."
+            f"Try parallel.expert={closest_value(degree, fits)} (any of {fits}), or a multiple of {degree} experts."
         )
 
 
@@ -125,21 +125,21 @@ _SHIFTING = "telling what follows the last tokens of a rank"
 
 
 def _shift_over(mesh: Mesh) -> Shift:
-    """Return ``shifted`` over the ranks that share a sequence, by gathering eight bytes per token."""
+    """Return ``next_values`` over the ranks that share a sequence, by gathering eight bytes per token."""
 
     def shift(values_Bt: Tensor, batch: Batch) -> Tensor:
         if mesh.context_group is None or batch.placement is None:
-            return shifted(values_Bt, batch)
+            return next_values(values_Bt, batch)
         # A layout may cut anywhere (striped: after every token), so the next token may be on any rank. Gathering all
         # token ids is cheap: an id is small compared to a hidden state.
-        every = mesh.comm.all_gather(values_Bt, mesh.context_group, doing=_SHIFTING)
+        every = mesh.comm.all_gather(values_Bt, mesh.context_group, operation=_SHIFTING)
         whole_BT = batch.placement.join(list(every), 1)
         return batch.placement.split(whole_BT.roll(-1, 1), mesh.context_rank, 1)
 
     return shift
 
 
-_ADDING = "adding up choices of experts"
+_COUNT_REDUCTION = "adding up choices of experts"
 
 
 def _context_sum(mesh: Mesh):
@@ -150,7 +150,7 @@ def _context_sum(mesh: Mesh):
             return counts_LSE
         num_documents = len(batch.documents.bounds) - 1
         if batch.placement is None or counts_LSE.shape[1] != num_documents:
-            mesh.comm.all_reduce(counts_LSE, mesh.context_group, doing=_ADDING)
+            mesh.comm.all_reduce(counts_LSE, mesh.context_group, operation=_COUNT_REDUCTION)
             return counts_LSE
         # A document on a single rank is complete already, and few documents in a packed batch span several ranks.
         shared = torch.from_numpy(shared_documents(batch.placement, batch.documents.bounds))
@@ -159,7 +159,7 @@ def _context_sum(mesh: Mesh):
         # A token chooses an expert once, so no count exceeds the token count, and int32 halves the bytes.
         if batch.documents.num_tokens < 2**31:
             summed = summed.int()
-        mesh.comm.all_reduce(summed, mesh.context_group, doing=_ADDING)
+        mesh.comm.all_reduce(summed, mesh.context_group, operation=_COUNT_REDUCTION)
         return counts_LSE.index_copy(1, shared, summed.long())
 
     return reduce_counts

@@ -31,7 +31,7 @@ LONGEST = (
     "tests/data_pipeline/prepare/parts/test_kills.py",
     "tests/data_pipeline/prepare/parts/test_parts.py",
     "tests/longctx/model/test_regions.py",
-    "tests/launcher/cli/test_evaluate.py",
+    "tests/launcher/cli/test_evaluate_command.py",
     "tests/launcher/training/test_non_finite.py",
     "tests/launcher/measure/test_measure.py",
     "tests/parallel/runtime/test_watch.py",

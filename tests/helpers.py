@@ -96,7 +96,7 @@ def serve() -> None:
     for module in PRELOADED:
         importlib.import_module(module)
     # Forked workers read their command lines in half the time once the docstrings of all keys have been read.
-    importlib.import_module("launcher.config.load").load_run_config([])
+    importlib.import_module("launcher.config.load_config").load_run_config([])
     gc.freeze()
     gc.enable()
     answers = os.fdopen(os.dup(1), "w")

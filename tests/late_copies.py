@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longctx.model import copies
-from longctx.model.copies import Copies, Streams
+from longctx.model import async_copies
+from longctx.model.async_copies import AsyncCopies, Streams
 
 NOTHING = 255
 """Of all bytes: NaN in each dtype of numbers with a point, −1 in whole ones."""
@@ -162,14 +162,14 @@ def late_copies(
     def context(stream: LateStream) -> AbstractContextManager:
         return _Deferred(stream)
 
-    def new_page(self: Copies, num_bytes: int) -> Tensor:
+    def new_page(self: AsyncCopies, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), NOTHING, dtype=torch.uint8)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "streams_of", lambda device: streams)
-        patch.setattr(copies, "PAGE_BYTES", page_bytes)
-        patch.setattr(copies, "LEAST_PAGE_BYTES", least_page_bytes)
-        patch.setattr(Copies, "new_page", new_page)
+        patch.setattr(async_copies, "streams_of", lambda device: streams)
+        patch.setattr(async_copies, "PAGE_BYTES", page_bytes)
+        patch.setattr(async_copies, "LEAST_PAGE_BYTES", least_page_bytes)
+        patch.setattr(AsyncCopies, "new_page", new_page)
         patch.setattr(torch.cuda, "current_stream", lambda device: computation)
         patch.setattr(torch.cuda, "stream", context)
         yield

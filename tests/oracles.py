@@ -130,4 +130,4 @@ def packed_batch(*, rows: int, seq_len: int, vocab_size: int, seed: int, padding
 def stream_of(batch: Batch) -> Stream:
     """Return the stream that ``next_tokens`` makes the batch of."""
     values = {field.name: getattr(batch, field.name) for field in fields(Stream)}
-    return Stream(**{**values, "following": batch.targets})
+    return Stream(**{**values, "next_token_ids": batch.targets})

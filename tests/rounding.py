@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import pytest
 
-from longctx.kernels.processor import PRODUCTS, Products
+from longctx.kernels.processor import MATMUL_MODES, MatmulMode
 
 UNIT = 2.0**-8
 ONCE = UNIT / 3**0.5
 
-both_ways = pytest.mark.parametrize("products", PRODUCTS)
+both_ways = pytest.mark.parametrize("products", MATMUL_MODES)
 """Every test of low precision runs in both ways to multiply, whatever this machine's processor prefers."""
 
 
@@ -28,7 +28,7 @@ def rounded(times: float) -> float:
     return times**0.5 * ONCE
 
 
-ATTENTION: dict[Products, float] = {"float32": rounded(5), "native": rounded(12)}
+ATTENTION: dict[MatmulMode, float] = {"float32": rounded(5), "native": rounded(12)}
 """Bounds of attention in one process, for queries, keys and values around 1: output and gradients.
 
 In float32 an output is rounded once. A gradient is so too, and depends on the rounded output: a score's gradient takes

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.delivering.contender import Contender, Delivery, Tokens
 from data_pipeline.loader import Loader, build_loader
-from data_pipeline.rows.batches import Share
+from data_pipeline.rows.row_batches import Share
 from data_pipeline.shards.reader import ShardSet, shard_tokens
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch

@@ -9,12 +9,12 @@ import numpy as np
 from benchmarks.delivering.contender import OFFSETS_FILE, TOKENS_FILE, Tokens
 from benchmarks.delivering.contenders import SHARDS
 from benchmarks.delivering.peers import END, VOCABULARY
-from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.build_shards import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.shards.manifest import Manifest
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.writer import EncodedDocument, ShardWriter
+from data_pipeline.shards.shard_writer import EncodedDocument, ShardWriter
 
 TOKENS = 100_000_000
 MEAN_LOG, SIGMA_LOG = 7.03, 1.8

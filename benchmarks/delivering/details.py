@@ -17,8 +17,8 @@ import xxhash
 
 from benchmarks.delivering.contenders import SHARDS, whole
 from data_pipeline.loader import Loader, build_loader, open_order
-from data_pipeline.rows.batches import Place, Share, lengths_of
 from data_pipeline.rows.micro_batches import MicroBatches, balanced
+from data_pipeline.rows.row_batches import Place, Share, lengths_of
 from data_pipeline.shards.reader import ShardSet, Side, shard_tokens
 from launcher.training.feed import StepFeed
 from longctx.batch import PackedDocuments
@@ -265,14 +265,14 @@ def measure_packing(corpus: Path, seq_len: int, steps: int = 8) -> dict[str, Any
     report = order.report(order.start(), documents=shards.num_documents)
     lengths = shards.lengths_of(np.arange(shards.num_documents))
     least = -(-shards.num_tokens // seq_len) * seq_len - shards.num_tokens
-    dealt = MicroBatches.deal(DATA_RANKS * MICRO_BATCHES, most_rows=1, data_degree=DATA_RANKS)
+    dealt = MicroBatches.assign(DATA_RANKS * MICRO_BATCHES, most_rows=1, data_degree=DATA_RANKS)
     as_they_come, as_dealt, as_they_meet, at = [], [], [], order.start()
     for _ in range(steps):
         rows, at = order.rows(at, DATA_RANKS * MICRO_BATCHES)
         costs = [cost(*of) for of in lengths_of(rows, seq_len)]
         as_they_come.append(Work.of(costs, range(len(costs)), dealt))
         as_dealt.append(Work.of(costs, balanced(costs, dealt), dealt))
-        as_they_meet.append(Work.of(costs, balanced(costs, dealt, lockstep=True), dealt))
+        as_they_meet.append(Work.of(costs, balanced(costs, dealt, sync_per_micro_batch=True), dealt))
     return {
         "seq_len": seq_len,
         "rows": report.rows,

@@ -22,19 +22,19 @@ from torch.nn import functional
 from benchmarks.first_gpu.checks import Job, Sheet, run_step
 from benchmarks.first_gpu.models import loss_and_gradients, packed_row, relative, small_config, worst_part
 from longctx.batch import IGNORED_TARGET, PackedDocuments
-from longctx.compact_batch import CompactBatch, DocumentEnd, looked_up
-from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, Scores
+from longctx.compact_batch import CompactBatch, DocumentEnd, unpack_by_lookup
+from longctx.kernels.attention.kernel_interface import AttentionKernel, KernelRequest, ScoreRules
+from longctx.kernels.attention.kernel_selection import KERNELS
 from longctx.kernels.attention.reference import ReferenceKernel
-from longctx.kernels.attention.select import KERNELS
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.cross_entropy import LossOptions, loss_sums
 from longctx.kernels.grouped import grouped_outer, grouped_rows, sum_by_expert
 from longctx.kernels.merge import merge_, merge_eager_
 from longctx.kernels.regions import missing_for_compiling, run_with
 from longctx.kernels.rms_norm import rms_norm
-from longctx.model.copies import Copies, HostTensor, Leaving
+from longctx.model.async_copies import AsyncCopies, HostTensor, InFlightTensors
 from longctx.model.training_pass import Execution
-from parallel.comm.messages.sums import bit_sum, grid_sum
+from parallel.comm.messages.message_checksum import bit_sum, grid_sum
 
 BFLOAT16, FLOAT32 = 1.5e-2, 1e-5
 _KERNELS = ("flash3", "flash2", "flash4", "cuda_flash", "cudnn")
@@ -69,7 +69,7 @@ def flex(job: Job, sheet: Sheet) -> None:
 def check_kernel(job: Job, sheet: Sheet, name: str, dtype: torch.dtype = torch.bfloat16) -> None:
     """Compare output, log-sum-exp and gradients of documents of 1, 299 … tokens with float64."""
     H, K, D = 8, 2, job.pick(128, 16)
-    kernel, scores = KERNELS[name], Scores(scale=D**-0.5)
+    kernel, scores = KERNELS[name], ScoreRules(scale=D**-0.5)
     refusal = kernel.supports(KernelRequest(job.device, dtype, D, H, K))
     if refusal is not None:
         sheet.add(f"{name} {_short(dtype)}", skipped=refusal)
@@ -85,7 +85,7 @@ def check_kernel(job: Job, sheet: Sheet, name: str, dtype: torch.dtype = torch.b
         sheet.add(f"{name} {_short(dtype)} {part}", relative(a, b), bound=1e-4 if part == "lse" else bound)
 
 
-def _attention(kernel: AttentionKernel, inputs: list[Tensor], slices: Tensor, scores: Scores) -> list[Tensor]:
+def _attention(kernel: AttentionKernel, inputs: list[Tensor], slices: Tensor, scores: ScoreRules) -> list[Tensor]:
     q, k, v, dout = inputs
     out, lse = kernel.forward(q, k, v, slices, scores=scores)
     gradients = kernel.backward(dout, q, k, v, out.to(q.dtype), lse, slices, scores=scores)
@@ -181,8 +181,8 @@ def experts(job: Job, sheet: Sheet) -> None:
     there = [t.to(job.device) for t in (x, weight, dy, ends)]
     # Memory that is handed out next holds no zeros: a group that is left unwritten shows.
     torch.full((E, width_out, width_in), torch.nan, device=job.device, dtype=torch.bfloat16)
-    rows = grouped_rows(there[0], there[1], there[3], products="native")
-    outer = grouped_outer(there[2], there[0], there[3], products="native")
+    rows = grouped_rows(there[0], there[1], there[3], matmul_mode="native")
+    outer = grouped_outer(there[2], there[0], there[3], matmul_mode="native")
     sums = sum_by_expert(there[2], there[3])
     sheet.add("grouped rows", relative(rows, want_rows), bound=BFLOAT16)
     sheet.add("grouped outer", relative(outer, want_outer), bound=BFLOAT16)
@@ -224,7 +224,7 @@ def bit_sums(job: Job, sheet: Sheet) -> None:
 def unpacked(job: Job, sheet: Sheet) -> None:
     """A micro-batch made on the device from its compact form: a cut document, one that ends, padding; steps."""
     documents = PackedDocuments((0, 9, 10, 40))
-    ends = torch.tensor([DocumentEnd.MORE, DocumentEnd.NOTHING, DocumentEnd.PADDING], dtype=torch.uint8)
+    ends = torch.tensor([DocumentEnd.CUT, DocumentEnd.COMPLETE, DocumentEnd.PADDING], dtype=torch.uint8)
     for spans in ([[0, 40, 1, 0]], [[0, 7, 1, 0], [7, 3, 1, 8]], [[1, 10, 3, 0]]):
         tokens = sum(span[1] for span in spans)
         for dtype, most in ((torch.uint16, 65_535), (torch.int32, 200_000)):
@@ -234,7 +234,7 @@ def unpacked(job: Job, sheet: Sheet) -> None:
                 num_tokens=tokens,
             )  # fmt: skip
             source = compact if job.dry else compact.pinned()
-            got, want = looked_up(source, job.device), compact.copied()
+            got, want = unpack_by_lookup(source, job.device), compact.copied()
             wrong = [name for name in want if not torch.equal(got[name].cpu(), want[name])]
             sheet.add(f"unpack {len(spans)} spans {dtype}", float(len(wrong)), bound=0.0, note=", ".join(wrong))
 
@@ -242,8 +242,8 @@ def unpacked(job: Job, sheet: Sheet) -> None:
 def copies(job: Job, sheet: Sheet) -> None:
     """Copies to the host and back on a stream a direction, while what they read and write is computed."""
     device, wrong = torch.device(job.device), 0
-    moving = Copies(device)
-    leaving, tokens = Leaving(moving), job.pick(1 << 24, 1 << 12)
+    moving = AsyncCopies(device)
+    leaving, tokens = InFlightTensors(moving), job.pick(1 << 24, 1 << 12)
     for number in range(8):
         x = torch.full((1, tokens), float(number), device=device) * 2
         host = HostTensor(moving, x.shape, x.dtype)

@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.first_gpu.archive import read_member
 from benchmarks.gpu import card_key
 from benchmarks.machine import RESULTS
-from launcher.measure.figures import Figure
-from launcher.plan.hardware import FOLDER, from_values
+from launcher.measure.profile_entry import ProfileEntry
+from launcher.plan.hardware import FOLDER, hardware_from_values
 from longctx.errors import ConfigError
 
 NAME = "first_gpu.json"
@@ -58,7 +58,7 @@ def merge(kept: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
     return {"machine": report["machine"], "card": report["card"], "steps": steps}
 
 
-def rates_of(result: Mapping[str, Any]) -> list[Figure]:
+def rates_of(result: Mapping[str, Any]) -> list[ProfileEntry]:
     """Return the rates that a profile has, from those checks that were measured and are right."""
     checks: dict[str, float] = {}
     for name in ("machine2", "machine", "attention"):
@@ -72,11 +72,11 @@ def rates_of(result: Mapping[str, Any]) -> list[Figure]:
         ("host_bandwidth", "host link", 1e9, "copies to the host and back at once, a direction"),
     ):
         if check in checks:
-            found.append(Figure.of(figure, checks[check] * unit, what))
+            found.append(ProfileEntry.of(figure, checks[check] * unit, what))
     return found + _attention(checks)
 
 
-def _attention(checks: Mapping[str, float]) -> list[Figure]:
+def _attention(checks: Mapping[str, float]) -> list[ProfileEntry]:
     """Return both tables of attention, of the kernel that ``auto`` asks first: its checks are the first ones."""
     kernel = next((name.split()[0] for name in checks if name.endswith(" forward")), None)
     found = []
@@ -85,17 +85,19 @@ def _attention(checks: Mapping[str, float]) -> list[Figure]:
         measured = {size: 1e12 * rate for size, rate in rates.items() if rate is not None}
         if measured:
             what = f"{kernel}, causal documents, 32 query and 8 key heads of 128, bfloat16, {direction}"
-            found.append(Figure(figure, {"length": list(measured)}, what, {"value": list(measured.values())}))
+            found.append(ProfileEntry(figure, {"length": list(measured)}, what, {"value": list(measured.values())}))
     return found
 
 
-def with_rates(text: str, figures: Sequence[Figure], result: Mapping[str, Any]) -> str:
+def with_rates(text: str, figures: Sequence[ProfileEntry], result: Mapping[str, Any]) -> str:
     """Return a profile's text with these sections in place of its own; it is read back before anybody else does."""
     for figure in figures:
-        source = f"{figure.what}; measured by benchmarks/first_gpu.sh, {result['card']}, {result['machine']['date']}"
+        source = (
+            f"{figure.description}; measured by benchmarks/first_gpu.sh, {result['card']}, {result['machine']['date']}"
+        )
         section = figure.section(source)
         text, number = re.subn(rf"^\[{figure.name}\]\n(?:[^\[\n].*\n)*", lambda _, s=section: s, text, flags=re.M)
         assert number == 1, f"the profile has {number} sections {figure.name}"
     text = text.replace(_UNMEASURED, _MEASURED)
-    from_values(tomllib.loads(text), "h100")
+    hardware_from_values(tomllib.loads(text), "h100")
     return text

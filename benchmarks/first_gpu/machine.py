@@ -12,8 +12,8 @@ import torch
 from torch.cuda import nccl
 
 from benchmarks.first_gpu.checks import ROOT, Job, Sheet, one_line, run_step
-from launcher.measure.clock import Clock
-from launcher.measure.memory import measure_memory
+from launcher.measure.clock import RankTimer
+from launcher.measure.memory_benchmark import benchmark_memory
 from launcher.measure.sizes import BY_NAME
 
 _LIBRARIES = ("torch", "triton", "deepspeed", "numpy", "pyarrow", "transformers", "psutil", "protobuf", "pytest")
@@ -25,7 +25,7 @@ def run(job: Job, sheet: Sheet) -> None:
         sheet.add("versions", note=_versions())
     with sheet.attempt("doctor"):
         sheet.add("doctor", note=_doctor(job))
-    clock = Clock(torch.device(job.device), round_seconds=0.1)
+    clock = RankTimer(torch.device(job.device), round_seconds=0.1)
     with sheet.attempt("matmul"):
         n = job.pick(8192, 256)
         a, b = (torch.randn(n, n, device=job.device, dtype=torch.bfloat16) for _ in range(2))
@@ -36,7 +36,7 @@ def run(job: Job, sheet: Sheet) -> None:
         sheet.add("copy", 2 * len(x) / clock.seconds(lambda: y.copy_(x)) / 1e12, unit="TB/s", note="read and written")
     with sheet.attempt("host link"):
         sizes = BY_NAME[job.pick("cuda", "smallest")]
-        found = {figure.name: figure.values["value"][0] for figure in measure_memory(clock, sizes, job.scratch)}
+        found = {figure.name: figure.values["value"][0] for figure in benchmark_memory(clock, sizes, job.scratch)}
         sheet.add("host link", found["host_bandwidth"] / 1e9, unit="GB/s", note="a direction, both at once")
         for name in ("host_memory_bandwidth", "disk_bandwidth"):
             sheet.add(name, found[name] / 1e9, unit="GB/s")

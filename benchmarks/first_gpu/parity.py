@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.first_gpu.checks import Job, Sheet, run_step
 from benchmarks.first_gpu.models import loss_and_gradients, packed_row, small_config, worst_part
-from longctx.kernels.attention.contract import KernelRequest
-from longctx.kernels.attention.select import KERNELS
+from longctx.kernels.attention.kernel_interface import KernelRequest
+from longctx.kernels.attention.kernel_selection import KERNELS
 from longctx.kernels.regions import missing_for_compiling
 from longctx.model.training_pass import Execution
 

@@ -18,15 +18,15 @@ from benchmarks.scaling.figures import Figures, timed
 from longctx.batch import PackedDocuments
 from longctx.config import PRESETS, ModelConfig
 from parallel.attention.agreement import _digest
-from parallel.comm.communicator import Pending
+from parallel.comm.communicator import PendingTensors
 from parallel.comm.messages.kinds import Kind
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.schedule.heads import AttentionShape
-from parallel.schedule.schedule import Schedule
-from parallel.transport.block import KeysAndValues, KVBlock, PartialResult
-from parallel.transport.exchange import PendingGradients, empty_rows
-from parallel.transport.select import build_transport, resolve_transport
+from parallel.schedule.attention_schedule import Schedule
+from parallel.schedule.head_split import AttentionShape
+from parallel.transport.kv_block import KeysAndValues, KVBlock, PartialResult
+from parallel.transport.ring_exchange import PendingGradients, empty_rows
+from parallel.transport.transport_choice import build_transport, resolve_transport
 
 PACKED_MEAN = 8192
 """Mean length of the packed documents, which are log-normal."""
@@ -44,17 +44,17 @@ class CountingExchange:
 
     def keys(
         self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: int, source: int, kind: Kind
-    ) -> Pending:
+    ) -> PendingTensors:
         """As ``RingExchange.keys``."""
         self._count(outgoing, to, rows, source)
-        return Pending(_zeros(empty_rows(like, rows)) or ())
+        return PendingTensors(_zeros(empty_rows(like, rows)) or ())
 
     def gradients(
         self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: Any, source: int, kind: Kind
     ) -> PendingGradients:
         """As ``RingExchange.gradients``."""
         self._count(outgoing, to, rows.num_rows, source)
-        return PendingGradients(Pending(_zeros(empty_rows(like, rows.num_rows)) or ()), rows)
+        return PendingGradients(PendingTensors(_zeros(empty_rows(like, rows.num_rows)) or ()), rows)
 
     def _count(self, outgoing: KeysAndValues | None, to: int, rows: int, source: int) -> None:
         if outgoing is not None:

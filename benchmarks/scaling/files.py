@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from benchmarks.scaling.figures import Figures, timed
-from data_pipeline.rows.blocks import Deal
+from data_pipeline.rows.epoch_blocks import BlockAssignment
 from data_pipeline.rows.pack import Parts, plan_parts
-from data_pipeline.shards.verify import deal
-from launcher.metrics.expert_load import max_violation, mean_violation, shortened
+from data_pipeline.shards.shard_verification import assign_shards
+from launcher.metrics.expert_load import compact_record, max_violation, mean_violation
 from launcher.metrics.record import encode
 from launcher.training.data_check import _View
 from longctx.checkpoint_format import FORMAT, ROLES, VERSION, CheckpointReader, canonical_hash
@@ -133,7 +133,7 @@ def measure_metrics(figures: Figures, ranks: int, model: str, *, steps: int = 40
     total = 0
     for step in range(1, steps + 1):
         loads = draw.poisson(2**20 * 8 / max(1, config.num_experts), (len(layers), config.num_experts)).tolist()
-        total += len(encode(shortened(_record(step, layers, loads))))
+        total += len(encode(compact_record(_record(step, layers, loads))))
     words: dict[str, Any] = {"needed": "nothing", "power": 0.0}
     figures.add("metrics.jsonl, a step", model, ranks, total / steps, unit="B", **words)
     # Three sums, a count for each expert, six figures a layer, and the FLOPs: one all-reduce a step.
@@ -166,7 +166,7 @@ def _record(step: int, layers: Sequence[int], loads: list[list[int]]) -> dict[st
 
 def measure_data(figures: Figures, ranks: int) -> None:
     """What a first start reads of a terabyte on a network file system, and what ranks tell each other of it."""
-    shares, seconds = timed(lambda: deal([SHARD_BYTES] * SHARDS, ranks))
+    shares, seconds = timed(lambda: assign_shards([SHARD_BYTES] * SHARDS, ranks))
     corpus = f"{SHARDS * SHARD_BYTES / 1e12:.1f} TB in {SHARDS:,} shards"
     most = max(map(len, shares)) * SHARD_BYTES
     figures.add("checksums that a rank reads", corpus, ranks, most, unit="B", needed="1 / ranks", power=-1.0)
@@ -177,7 +177,7 @@ def measure_data(figures: Figures, ranks: int) -> None:
 
 def measure_plan(figures: Figures, ranks: int, *, documents: int = DOCUMENTS) -> None:
     """The plan of a block of rows, which every rank makes for itself. Reading its lengths is in ``data_plan``."""
-    deal = Deal.of(documents, 800 * documents, SHARDS, 131_072)
+    deal = BlockAssignment.of(documents, 800 * documents, SHARDS, 131_072)
     own = documents // deal.num_blocks
     lengths = 1 + np.random.default_rng(0).geometric(1 / 800, own)
     plan, seconds = timed(lambda: plan_parts(Parts.whole(np.arange(own), lengths), 131_072))

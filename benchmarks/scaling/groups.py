@@ -13,11 +13,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.scaling.attention import NODE, packed_documents
 from benchmarks.scaling.figures import Figures, timed
 from longctx.config import PRESETS
-from parallel.comm import groups
+from parallel.comm import process_groups
 from parallel.experts.dispatcher import AllToAllDispatcher
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.schedule.segments import shared_documents
+from parallel.schedule.document_segments import shared_documents
 
 CONTEXT = 64
 """Ranks of a sequence of a million tokens, as they would be chosen: Ulysses in the node, a ring between eight nodes."""
@@ -40,7 +40,10 @@ def measure(figures: Figures, ranks: int) -> None:
         "ulysses": min(NODE, ranks),
         "expert": min(EXPERT, ranks),
     }
-    with patch.object(dist, "new_group", counting), patch.object(groups, "world_timeout", lambda: timedelta(minutes=1)):
+    with (
+        patch.object(dist, "new_group", counting),
+        patch.object(process_groups, "world_timeout", lambda: timedelta(minutes=1)),
+    ):
         _, seconds = timed(lambda: Mesh.build(**degrees, ranks_per_node=NODE))
     dist.destroy_process_group()
     case = f"context {CONTEXT}, Ulysses {NODE}, experts over {EXPERT}"

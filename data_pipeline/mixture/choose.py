@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.mixture.file import Mixture
-from data_pipeline.rows.blocks import Stretch
+from data_pipeline.rows.epoch_blocks import TakenRows
 from data_pipeline.rows.order import check_counters, refuse_exclusions
 from data_pipeline.rows.pack import Piece, Row
-from data_pipeline.rows.stream import BEGINNING, Stream, StreamPosition
+from data_pipeline.rows.row_stream import START, RowStream, StreamPosition
 from data_pipeline.shards.reader import Corpus
 from longctx.errors import DataError
-from longctx.untrusted.reading import shown
+from longctx.untrusted.strict_json import shown
 
 _OF_STREAM = ("epoch", "epoch_row", "block", "block_row", "row_tokens")
 _COUNTERS = ("tokens", "counted", *_OF_STREAM)
@@ -28,10 +28,10 @@ _COUNTERS = ("tokens", "counted", *_OF_STREAM)
 class SourcePosition:
     """Position within one source."""
 
-    stream: StreamPosition = BEGINNING
+    stream: StreamPosition = START
     tokens: int = 0
     """Tokens taken in total, without padding."""
-    counted: int = 0
+    tokens_since_reset: int = 0
     """Tokens taken since the current shares took effect."""
 
 
@@ -61,9 +61,9 @@ def source_state(position: SourcePosition, identity: dict[str, Any], share: int 
         **identity,
         "share": share,
         "tokens": position.tokens,
-        "counted": position.counted,
+        "counted": position.tokens_since_reset,
         **{name: getattr(position.stream, name) for name in _OF_STREAM},
-        "before": [[stretch.row_tokens, stretch.rows] for stretch in position.stream.before],
+        "before": [[taken_rows.row_tokens, taken_rows.rows] for taken_rows in position.stream.before],
     }
 
 
@@ -90,19 +90,19 @@ def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[Sourc
         counters["share"] = entry["share"]
     check_counters(counters)
     stream = StreamPosition(
-        **{name: counters[name] for name in _OF_STREAM}, before=_read_stretches(entry["before"], where)
+        **{name: counters[name] for name in _OF_STREAM}, before=_read_taken_rows(entry["before"], where)
     )
     return SourcePosition(stream, entry["tokens"], entry["counted"]), entry["share"]
 
 
-def _read_stretches(values: Any, where: str) -> tuple[Stretch, ...]:
+def _read_taken_rows(values: Any, where: str) -> tuple[TakenRows, ...]:
     """Return the rows taken from this block at other lengths; raise DataError if the entry is damaged."""
     is_list = isinstance(values, list) and all(isinstance(value, list) and len(value) == 2 for value in values)
     if not is_list or not all(type(count) is int and count >= 1 for value in values for count in value):
         raise DataError(
             f"The loader state of {where} is damaged: before={shown(values)} must be pairs of a length and rows."
         )
-    return tuple(Stretch(row_tokens, rows) for row_tokens, rows in values)
+    return tuple(TakenRows(row_tokens, rows) for row_tokens, rows in values)
 
 
 _WHOLE = 1 << 32
@@ -121,7 +121,9 @@ _WHOLE = 1 << 32
 class Chooser:
     """Selects the next row from the source streams."""
 
-    def __init__(self, mixture: Mixture, corpus: Corpus, streams: Sequence[Stream], seq_len: int, path: Path) -> None:
+    def __init__(
+        self, mixture: Mixture, corpus: Corpus, streams: Sequence[RowStream], seq_len: int, path: Path
+    ) -> None:
         """Initialize; ``path`` is used in error messages."""
         self._mixture, self._corpus, self._streams, self._path = mixture, corpus, streams, path
         self._seq_len = seq_len
@@ -140,19 +142,19 @@ class Chooser:
         shares, sources = self.shares(at.rows_consumed), list(at.sources)
         if shares != at.shares:
             # Restart the counts: a deficit under the old shares does not carry over.
-            sources = [replace(source, counted=0) for source in sources]
+            sources = [replace(source, tokens_since_reset=0) for source in sources]
         row_tokens = self._mixture.row_tokens(self._stage(at.rows_consumed), self._seq_len)
         row: list[Piece] = []
         read_in: list[int] = []
         # Concatenate rows without their own padding, so that all padding is at the end of the run's row.
-        room = self._seq_len // row_tokens
+        remaining_rows = self._seq_len // row_tokens
         # The run's last row may be shorter.
-        while room and (chosen := self._furthest_behind(shares, sources, row_tokens)) is not None:
+        while remaining_rows and (chosen := self._largest_deficit(shares, sources, row_tokens)) is not None:
             source, epochs = sources[chosen], self._mixture.sources[chosen].epochs
             rows, taken, stream = self._streams[chosen].take(source.stream, 1, row_tokens, epochs=epochs)
             # No row means that the source's last epoch ended in empty blocks; the source is now used up.
-            room -= len(rows)
-            sources[chosen] = SourcePosition(stream, source.tokens + taken, source.counted + taken)
+            remaining_rows -= len(rows)
+            sources[chosen] = SourcePosition(stream, source.tokens + taken, source.tokens_since_reset + taken)
             first = self._corpus.first_document[chosen]
             for found in rows:
                 row += [(first + document, start, stop) for document, start, stop in found]
@@ -161,14 +163,14 @@ class Chooser:
         mixed.epochs = read_in
         return mixed, MixedPosition(tuple(sources), at.rows_consumed + 1, shares)
 
-    def _furthest_behind(self, shares: Sequence[int], sources: Sequence[SourcePosition], row_tokens: int) -> int | None:
+    def _largest_deficit(self, shares: Sequence[int], sources: Sequence[SourcePosition], row_tokens: int) -> int | None:
         """Return the next row's source; None if all sources have reached their epoch limits."""
         live = [n for n in range(len(sources)) if shares[n] and not self._is_used_up(n, sources[n])]
         whole = sum(shares[n] for n in live)
         # Include the row about to be taken, so that the targets refer to the totals after it.
-        tokens = sum(sources[n].counted for n in live) + row_tokens
+        tokens = sum(sources[n].tokens_since_reset for n in live) + row_tokens
         # Ties go to the source listed first.
-        return max(live, key=lambda n: shares[n] * tokens - sources[n].counted * whole, default=None)
+        return max(live, key=lambda n: shares[n] * tokens - sources[n].tokens_since_reset * whole, default=None)
 
     def _stage(self, row: int) -> int:
         return self._mixture.stage_at(row * self._seq_len)

@@ -46,7 +46,7 @@ _AtLeastOne = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class MixtureSource:
     """One shard folder in a mixture."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -92,7 +92,7 @@ class Mixture:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    sources: tuple[Source, ...]
+    sources: tuple[MixtureSource, ...]
     stages: tuple[Stage, ...] = ()
     temperature: _Temperature = 1.0
     """Exponent 1/temperature applied to weights: values above 1 even out the shares, 1 keeps the weights."""
@@ -111,26 +111,26 @@ class Mixture:
             raise ConfigError(f"{path}: {problem}")
         return mixture
 
-    def folders(self, beside: Path) -> list[Location]:
+    def folders(self, base_folder: Path) -> list[Location]:
         """Return the sources' shard folders; relative paths are resolved against the mixture file's folder."""
-        return [_place(beside, source.path) for source in self.sources]
+        return [_place(base_folder, source.path) for source in self.sources]
 
-    def held_out(self, beside: Path) -> Mixture:
+    def held_out(self, base_folder: Path) -> Mixture:
         """Return the mixture over the sources' held-out documents, one epoch each, with the initial shares.
 
         Relative paths are resolved against the mixture file's folder. The mixture may have no sources.
         """
         sources = [
-            Source(name=source.name, path=below(source.path, VALIDATION_FOLDER), weight=source.weight, epochs=1)
+            MixtureSource(name=source.name, path=below(source.path, VALIDATION_FOLDER), weight=source.weight, epochs=1)
             for source in self.sources
-            if source.weight != 0 and (_place(beside, source.path) / VALIDATION_FOLDER).is_dir()
+            if source.weight != 0 and (_place(base_folder, source.path) / VALIDATION_FOLDER).is_dir()
         ]
         return Mixture(sources=tuple(sources), temperature=self.temperature)
 
     def to_validate(self) -> Mixture:
         """Return the mixture over the same folders, one epoch each, with the initial shares and row length."""
         sources = [
-            Source(name=source.name, path=source.path, weight=source.weight, epochs=1) for source in self.sources
+            MixtureSource(name=source.name, path=source.path, weight=source.weight, epochs=1) for source in self.sources
         ]
         return Mixture(sources=tuple(sources), temperature=self.temperature)
 
@@ -184,11 +184,11 @@ class Mixture:
                 )
 
 
-def _place(beside: Path, path: str) -> Location:
+def _place(base_folder: Path, path: str) -> Location:
     """Resolve a source's path; raise DataError for an invalid URL."""
     if is_url(path):
         return locate(path)
-    return beside / path
+    return base_folder / path
 
 
 _KEYS = (
@@ -202,7 +202,7 @@ def _first_problem(error: ValidationError) -> str:
     first = min(error.errors(), key=lambda found: found["type"] != "unexpected_keyword_argument")
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "unexpected_keyword_argument":
-        known = [field.name for kind in (Mixture, Source, Stage, Upsampling) for field in fields(kind)]
+        known = [field.name for kind in (Mixture, MixtureSource, Stage, Upsampling) for field in fields(kind)]
         nearest = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0)
         return f"{where} is no key. Did you mean {nearest[0]}?"
     return f"{where}={first['input']!r}: {first['msg']}."

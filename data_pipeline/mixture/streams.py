@@ -13,10 +13,10 @@ from typing import Any
 import xxhash
 
 from data_pipeline.mixture.file import Mixture
-from data_pipeline.rows.blocks import BlockPlanner
+from data_pipeline.rows.epoch_blocks import BlockPlanner
 from data_pipeline.rows.fim import FimRule, fim_of, rule_of
 from data_pipeline.rows.pack import Packing
-from data_pipeline.rows.stream import Stream
+from data_pipeline.rows.row_stream import RowStream
 from data_pipeline.shards.reader import Corpus
 from data_pipeline.shuffle import key64
 from longctx.errors import ConfigError, DataError
@@ -46,7 +46,7 @@ class SourceStreams:
         self._too_short: ConfigError | None = None
         self.streams = [self._begin(number) for number in range(len(mixture.sources))]
         """One stream per source; ``take_segments`` may replace one."""
-        self.fims = [stream.planner.fim for stream in self.streams]
+        self.fim_by_source = [stream.planner.fim for stream in self.streams]
         """Fill-in-the-middle per source; None for a source that is read unchanged."""
 
     def check_rows(self) -> None:
@@ -73,13 +73,13 @@ class SourceStreams:
         Raises DataError if rows in a later stage would cut these segments.
         """
         source = self._mixture.sources[number]
-        asked, said = source.fim_rule(self._packing.fim), None
+        requested, saved_rule = source.fim_rule(self._packing.fim), None
         if isinstance(entry, dict):
-            said = entry.get("fim")
+            saved_rule = entry.get("fim")
         # Segments that the run sets itself must equal the state's, like everything that determines its rows.
-        if asked is None or asked.segment_tokens or not isinstance(said, str):
+        if requested is None or requested.segment_tokens or not isinstance(saved_rule, str):
             return
-        rule = asked.of_state(said)
+        rule = requested.of_state(saved_rule)
         if rule is None:
             return
         self._check_stages(source.name, rule)
@@ -87,7 +87,7 @@ class SourceStreams:
             return
         self._rules[number] = rule
         self.streams[number] = self._stream(number)
-        self.fims[number] = self.streams[number].planner.fim
+        self.fim_by_source[number] = self.streams[number].planner.fim
 
     def _check_stages(self, name: str, rule: FimRule) -> None:
         """Raise DataError if rows cut the segments in a state's rule; only warn if an older release wrote the state."""
@@ -108,28 +108,28 @@ class SourceStreams:
                 *(self._path, name, shortest, self._seq_len),
             )
 
-    def _begin(self, number: int) -> Stream:
+    def _begin(self, number: int) -> RowStream:
         """Return a source's stream, with segments that fit all row lengths."""
-        asked = self._rules[number]
-        if asked is None:
+        requested = self._rules[number]
+        if requested is None:
             return self._stream(number)
         try:
-            self._rules[number] = asked.for_rows(self._row_lengths)
+            self._rules[number] = requested.for_rows(self._row_lengths)
             return self._stream(number)
         except ConfigError as error:
             # A new run may not start like this (``check_rows``); a run from an older release keeps its segments.
-            self._rules[number] = asked
+            self._rules[number] = requested
             stream = self._stream(number)
             self._too_short = error
             return stream
 
-    def _stream(self, number: int) -> Stream:
+    def _stream(self, number: int) -> RowStream:
         """Build a source's stream under its current rule."""
         source, shards = self._mixture.sources[number], self._corpus.folders[number]
         own = source_seed(self._seed, source.name)
         fim = fim_of(self._rules[number], shards.tokenizer, seed=own, seq_len=self._seq_len)
         options = {"seed": own, "shuffle": self._shuffle, "packing": self._packing}
-        return Stream(BlockPlanner(shards, self._seq_len, upsample=source.upsample, fim=fim, **options))
+        return RowStream(BlockPlanner(shards, self._seq_len, upsample=source.upsample, fim=fim, **options))
 
 
 def source_seed(seed: int, name: str) -> int:

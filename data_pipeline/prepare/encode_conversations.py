@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
 
-from data_pipeline.prepare.documents import Document, Skip
-from data_pipeline.prepare.encode import Difference
-from data_pipeline.shards.writer import EncodedDocument, runs_of, token_dtype
-from longctx.chat.documents import chat_documents
-from longctx.chat.encode import ChatEncoder, NotCountedError
+from data_pipeline.prepare.encode_texts import TextMismatch
+from data_pipeline.prepare.source_items import Document, Skip
+from data_pipeline.shards.shard_writer import EncodedDocument, runs_of, token_dtype
+from longctx.chat.chat_documents import chat_documents
+from longctx.chat.chat_encoder import ChatEncoder, ChatEncodingError
 
 
 def encode_conversations(
     documents: Iterable[Document], encoder: ChatEncoder, leave_out: Callable[[Skip], None]
-) -> Iterator[tuple[EncodedDocument, Difference | None]]:
+) -> Iterator[tuple[EncodedDocument, TextMismatch | None]]:
     """Yield each conversation's documents, in order; call ``leave_out`` with the reason for each unusable one.
 
     A conversation becomes one or several documents, all with the hash of its message text. Raises DataError if the
@@ -26,18 +26,18 @@ def encode_conversations(
         for document in documents:
             assert document.conversation is not None, "a source has conversations alone, or none"
             # One hash for all documents from a conversation, so that they are in the same split.
-            spoken = xxhash.xxh3_64_intdigest(document.text.encode())
+            text_hash = xxhash.xxh3_64_intdigest(document.text.encode())
             for found in chat_documents(document.conversation, encoder):
-                if isinstance(found, NotCountedError):
+                if isinstance(found, ChatEncodingError):
                     leave_out(Skip(document.name, found.reason, found.detail))
                     continue
                 yield (
                     EncodedDocument(
                         tokens=found.ids.astype(dtype),
-                        hash=spoken,
+                        hash=text_hash,
                         name=document.name,
                         text_bytes=len(found.text.encode()),
-                        counted=runs_of(found.counted),
+                        target_runs=runs_of(found.loss_mask),
                     ),
                     None,
                 )

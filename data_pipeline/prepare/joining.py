@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.prepare.documents import File, Joined, Piece
+from data_pipeline.prepare.source_items import File, FilePiece, Joined
 from longctx.errors import DataError
 
 DEFAULT_JOIN_BYTES = 1 << 25
@@ -53,7 +53,7 @@ class Join:
         return "/".join(folders) + "/" if folders else "./"
 
 
-def join_pieces(pieces: Iterable[Piece], join: Join) -> Iterator[Piece]:
+def join_pieces(pieces: Iterable[FilePiece], join: Join) -> Iterator[FilePiece]:
     """Yield the pieces with text files joined by directory at the position of each directory's first file.
 
     Other pieces stay as they are. A directory with more than ``join.most_bytes`` is cut between files, and its
@@ -61,7 +61,7 @@ def join_pieces(pieces: Iterable[Piece], join: Join) -> Iterator[Piece]:
     """
     found: dict[str, list[File]] = {}
     # A string is a directory's placeholder: its document is complete only after the last piece.
-    order: list[Piece | str] = []
+    order: list[FilePiece | str] = []
     for piece in pieces:
         # Table rows are separate texts, so tables are never joined.
         if piece.file.format.kind != "text":
@@ -73,7 +73,7 @@ def join_pieces(pieces: Iterable[Piece], join: Join) -> Iterator[Piece]:
             order.append(directory)
         found[directory].append(piece.file)
     for entry in order:
-        if isinstance(entry, Piece):
+        if isinstance(entry, FilePiece):
             yield entry
         else:
             yield from _documents(entry, found[entry], join)
@@ -91,7 +91,7 @@ def begin_of(joined: Joined, file: File, before: str) -> str:
     return header
 
 
-def cut_directories(pieces: Iterable[Piece], join: Join) -> dict[str, int]:
+def cut_directories(pieces: Iterable[FilePiece], join: Join) -> dict[str, int]:
     """Count the documents per directory, for directories too large for a single document."""
     counts: dict[str, int] = {}
     for piece in pieces:
@@ -101,22 +101,22 @@ def cut_directories(pieces: Iterable[Piece], join: Join) -> dict[str, int]:
     return {directory: count for directory, count in counts.items() if count > 1}
 
 
-def _documents(directory: str, files: list[File], join: Join) -> Iterator[Piece]:
+def _documents(directory: str, files: list[File], join: Join) -> Iterator[FilePiece]:
     # Cut by size on disk, which is known before anything is read: cuts must not depend on the reader.
-    cuts: list[list[File]] = [[]]
+    groups: list[list[File]] = [[]]
     size = 0
     for file in files:
-        if cuts[-1] and size + file.size > join.most_bytes:
-            cuts.append([])
+        if groups[-1] and size + file.size > join.most_bytes:
+            groups.append([])
             size = 0
-        cuts[-1].append(file)
+        groups[-1].append(file)
         size += file.size
-    for part in cuts:
+    for part in groups:
         name = directory
-        if len(cuts) > 1:
+        if len(groups) > 1:
             name = f"{directory}:{part[0].name.removeprefix(directory)}"
         joined = Joined(name, tuple(part), join.header)
-        yield Piece(part[0], size=sum(file.size for file in part), joined=joined)
+        yield FilePiece(part[0], size=sum(file.size for file in part), joined=joined)
 
 
 def _check_header(header: str) -> None:

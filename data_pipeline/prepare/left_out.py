@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from data_pipeline.prepare.documents import Skip
+from data_pipeline.prepare.source_items import Skip
 from data_pipeline.stores.urls import Location
 
 LEFT_OUT_FILE = "left_out.jsonl"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.prepare.documents import File, Skip, find_format
+from data_pipeline.prepare.source_items import File, Skip, find_format
 from data_pipeline.stores.client import list_objects, size_of
 from data_pipeline.stores.urls import Location, ObjectPath
 from longctx.untrusted.git_lfs import is_pointer
@@ -57,7 +57,7 @@ class Selection:
     def unused(self) -> list[str]:
         """Return the patterns without a match so far, usually typing errors."""
         patterns = (*self.include, *self.exclude, *self.as_text, *self.as_json)
-        return [pattern for pattern in patterns if pattern not in self._used and not self._lies_below(pattern)]
+        return [pattern for pattern in patterns if pattern not in self._used and not self._is_inside_excluded(pattern)]
 
     def _matches(self, name: str, patterns: Sequence[str]) -> bool:
         """Return whether a pattern matches a file or a folder above it, and record the match."""
@@ -65,7 +65,7 @@ class Selection:
         self._used.update(found)
         return bool(found)
 
-    def _lies_below(self, pattern: str) -> bool:
+    def _is_inside_excluded(self, pattern: str) -> bool:
         """Return whether the pattern may match inside an excluded folder, which was never listed."""
         return any(pattern.startswith(("*", f"{folder}/")) for folder in self._excluded_folders)
 
@@ -163,19 +163,19 @@ class Walk:
         folders: list[tuple[Path, str]] = []
         with os.scandir(folder) as entries:
             # Read all entries first: a metadata file decides about the others.
-            listed = list(entries)
+            dir_entries = list(entries)
         not_data = {}
         if not self._python_only:
-            not_data = self._not_data(folder, prefix, [entry.name for entry in listed])
-        for entry in listed:
+            not_data = self._not_data(folder, prefix, [entry.name for entry in dir_entries])
+        for entry in dir_entries:
             path, name = Path(entry.path), prefix + _shown(entry.name)
             if entry.name in not_data:
                 self.leave_out(name, not_data[entry.name])
             # is_dir follows links, so linked folders are handled here too.
-            elif _holds(entry.is_dir):
+            elif _try_test(entry.is_dir):
                 if self._python_only and (entry.name in _NEVER or entry.is_symlink()):
                     continue
-                if self._takes_folder(entry.name, name):
+                if self._should_enter(entry.name, name):
                     if entry.is_symlink():
                         heapq.heappush(self._links, (f"{name}/", path))
                     else:
@@ -196,7 +196,7 @@ class Walk:
             else:
                 self.add_file(path / name, prefix + name, size)
         for name, below in folder.folders.items():
-            if self._takes_folder(name, prefix + name):
+            if self._should_enter(name, prefix + name):
                 self.enter_objects(path / name, f"{prefix}{name}/", below)
 
     def _not_data(self, folder: Location, prefix: str, names: list[str]) -> dict[str, str]:
@@ -206,7 +206,7 @@ class Walk:
             self.leave_out(prefix + missing, "missing", "state.json lists it", is_fault=True)
         return dataset.not_data
 
-    def _takes_folder(self, own_name: str, name: str) -> bool:
+    def _should_enter(self, own_name: str, name: str) -> bool:
         """Return whether the patterns and its name permit entering a folder."""
         if own_name.startswith(".") and not self._python_only:
             self.leave_out(f"{name}/", "hidden")
@@ -223,7 +223,7 @@ class Walk:
             return
         if entry.name.startswith(".") and not self._python_only:
             self.leave_out(name, "hidden")
-        elif _holds(entry.is_file):
+        elif _try_test(entry.is_file):
             self.add_file(path, name, path.stat().st_size)
         elif self._selection.excludes(name):
             self.leave_out(name, "excluded")
@@ -237,7 +237,7 @@ class Walk:
         self.found.left_out.append(Skip(name, reason, detail, is_fault))
 
 
-def _holds(test: Callable[[], bool]) -> bool:
+def _try_test(test: Callable[[], bool]) -> bool:
     """Call ``is_dir`` or ``is_file``; return False for a link cycle."""
     try:
         return test()
@@ -304,13 +304,13 @@ class Dataset:
 def find_dataset(folder: Location, names: Sequence[str]) -> Dataset:
     """Return a folder's ``datasets`` metadata, given its file names; empty if it contains no data set."""
     # A Git LFS pointer contains no metadata: it is listed as a file and skipped as a pointer.
-    described = [name for name in _DESCRIPTIONS if name in names and not is_pointer(_content(folder / name))]
+    metadata_files = [name for name in _DESCRIPTIONS if name in names and not is_pointer(_content(folder / name))]
     tables = [name for name in names if name.endswith(".arrow")]
     # A metadata file alone does not make a data set.
-    if not described or not (tables or _lists_splits(folder, described)):
+    if not metadata_files or not (tables or _lists_splits(folder, metadata_files)):
         return Dataset()
-    not_data = dict.fromkeys(described, "description of a data set")
-    data_files = _data_files(folder, described)
+    not_data = dict.fromkeys(metadata_files, "description of a data set")
+    data_files = _data_files(folder, metadata_files)
     # The `datasets` cache has no state.json: each of its tables is data.
     if data_files is None:
         return Dataset(not_data, [])
@@ -319,9 +319,9 @@ def find_dataset(folder: Location, names: Sequence[str]) -> Dataset:
     return Dataset(not_data, sorted(data_files - set(names)))
 
 
-def _data_files(folder: Location, described: Sequence[str]) -> set[str] | None:
+def _data_files(folder: Location, metadata_files: Sequence[str]) -> set[str] | None:
     """Return the data files that ``state.json`` lists, if it exists and is valid."""
-    if _STATE not in described:
+    if _STATE not in metadata_files:
         return None
     state = _read_object(folder / _STATE)
     entries = state.get("_data_files")
@@ -332,9 +332,9 @@ def _data_files(folder: Location, described: Sequence[str]) -> set[str] | None:
     }
 
 
-def _lists_splits(folder: Location, described: Sequence[str]) -> bool:
+def _lists_splits(folder: Location, metadata_files: Sequence[str]) -> bool:
     """Return whether the folder's metadata lists several splits, which are in separate folders."""
-    return "dataset_dict.json" in described and "splits" in _read_object(folder / "dataset_dict.json")
+    return "dataset_dict.json" in metadata_files and "splits" in _read_object(folder / "dataset_dict.json")
 
 
 def _read_object(path: Location) -> dict[str, Any]:

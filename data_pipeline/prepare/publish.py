@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
+from data_pipeline.shards.block_checksum import checksum_file
+from data_pipeline.shards.file_states import cache_folder
 from data_pipeline.shards.manifest import LIST_OF_BEFORE, MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
 from data_pipeline.shards.packing import DEFAULT_LEVEL, LEVELS, PACKED_FILE, PackedFolder, pack_shard
-from data_pipeline.shards.stamps import cache_folder
-from data_pipeline.shards.sums import sums_file
 from data_pipeline.stores.client import list_objects, remove, upload
 from data_pipeline.stores.urls import ObjectPath, locate
 from longctx.errors import DataError
 from longctx.files import hash_file, staged_folder, write_atomically
-from longctx.tokenizer.load import is_carried
+from longctx.tokenizer.load_tokenizer import is_tokenizer_file
 
 _SENT_FILE = ".sent.json"
 _SHARD_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.(arrow|arrow\.zst|sums|lengths)")
@@ -32,12 +32,12 @@ _SHARD_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.(arrow|arrow\.zst
 Say = Callable[[str], None]
 
 
-def outgoing_folder(to: ObjectPath) -> Path:
+def transfer_folder(to: ObjectPath) -> Path:
     """Return the cache folder for preparing a transfer to this location; it is removed after the transfer."""
     return cache_folder() / "outgoing" / hash_json(str(to))
 
 
-def pack(
+def pack_folder(
     folder: Path, output: str | Path | ObjectPath, *, level: int = DEFAULT_LEVEL, overwrite: bool, say: Say
 ) -> int:
     """Write a packed shard folder, locally or in a store, and return its shards' bytes.
@@ -53,25 +53,25 @@ def pack(
     if not isinstance(place, ObjectPath):
         with staged_folder(place, replace=overwrite and (place / MANIFEST_FILE).is_file()) as staging:
             return _pack_into(folder, staging, level=level, say=say)
-    check_free(place, overwrite=overwrite)
-    ready = outgoing_folder(place) / f"{Manifest.load(folder).hash}-{level}"
+    check_output_free(place, overwrite=overwrite)
+    ready = transfer_folder(place) / f"{Manifest.load(folder).hash}-{level}"
     # Present already if an earlier transfer was interrupted.
     if not (ready / MANIFEST_FILE).is_file():
         with staged_folder(ready) as staging:
             _pack_into(folder, staging, level=level, say=say)
     size = sum(path.stat().st_size for path in ready.rglob("*.zst"))
     send(ready, place, overwrite=overwrite, say=say)
-    shutil.rmtree(outgoing_folder(place), ignore_errors=True)
+    shutil.rmtree(transfer_folder(place), ignore_errors=True)
     return size
 
 
-def check_free(to: ObjectPath, *, overwrite: bool) -> None:
+def check_output_free(to: ObjectPath, *, overwrite: bool) -> None:
     """Raise DataError if a store contains unrelated files there, or a complete shard folder unless ``overwrite``."""
-    there = list_objects(to)
-    foreign = [name for name in there if not _is_ours(name)]
-    if foreign:
-        raise DataError(f"output={to} holds {foreign[0]}, which is no part of a shard folder. Name another one.")
-    if MANIFEST_FILE in there and not overwrite:
+    remote_sizes = list_objects(to)
+    other_files = [name for name in remote_sizes if not _is_ours(name)]
+    if other_files:
+        raise DataError(f"output={to} holds {other_files[0]}, which is no part of a shard folder. Name another one.")
+    if MANIFEST_FILE in remote_sizes and not overwrite:
         raise DataError(f"output={to} is a shard folder already. Replace it with --overwrite, or name another one.")
 
 
@@ -80,15 +80,15 @@ def send(folder: Path, to: ObjectPath, *, overwrite: bool, say: Say) -> None:
 
     Files already sent by an earlier transfer of the same folder are kept.
     """
-    with _sending(folder, to):
+    with _transfer_lock(folder, to):
         # Commit protocol: delete old manifests, send shards and lists, send manifests last. A folder without a manifest
         # is not a shard folder, so readers see the old folder, none, or the new one, but never a mixture.
-        check_free(to, overwrite=overwrite)
-        there = list_objects(to)
+        check_output_free(to, overwrite=overwrite)
+        remote_sizes = list_objects(to)
         journal = _Journal(folder / _SENT_FILE, str(to))
-        sent = {name: size for name, size in journal.sent.items() if there.get(name) == size}
+        sent = {name: size for name, size in journal.sent.items() if remote_sizes.get(name) == size}
         # Delete manifests first, so that readers stop before their files are replaced.
-        for name in sorted(there.keys() - sent.keys(), key=lambda name: not name.endswith(MANIFEST_FILE)):
+        for name in sorted(remote_sizes.keys() - sent.keys(), key=lambda name: not name.endswith(MANIFEST_FILE)):
             remove(_object(to, name))
         names = _names_in_order(folder)
         for number, name in enumerate(names, start=1):
@@ -99,9 +99,9 @@ def send(folder: Path, to: ObjectPath, *, overwrite: bool, say: Say) -> None:
                 journal.note(name, size)
                 say(f"sent {name} to {to} ({number} of {len(names)})")
         # List the store again: this detects a second writer.
-        there = list_objects(to)
+        remote_sizes = list_objects(to)
         for name in names:
-            if there.get(name) != (folder / name).stat().st_size:
+            if remote_sizes.get(name) != (folder / name).stat().st_size:
                 raise DataError(
                     f"{to}/{name} is not there as it was sent. Does somebody else write there? Send it again."
                 )
@@ -109,7 +109,7 @@ def send(folder: Path, to: ObjectPath, *, overwrite: bool, say: Say) -> None:
 
 
 @contextlib.contextmanager
-def _sending(folder: Path, to: ObjectPath) -> Iterator[None]:
+def _transfer_lock(folder: Path, to: ObjectPath) -> Iterator[None]:
     """Hold a lock that keeps other processes on this host from sending the folder; raise DataError if one does."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -127,13 +127,13 @@ class _Journal:
     def __init__(self, path: Path, to: str) -> None:
         self.path = path
         # Valid only for the same bytes: the manifest covers all other files, and a packed folder's list covers its own.
-        stamps = [hash_file(file) for file in sorted(path.parent.rglob("*.json")) if file != path]
-        self._of = hash_json([to, stamps])
+        file_hashes = [hash_file(file) for file in sorted(path.parent.rglob("*.json")) if file != path]
+        self._of = hash_json([to, file_hashes])
         self.sent: dict[str, int] = {}
         with contextlib.suppress(OSError, ValueError):
-            noted = json.loads(path.read_bytes())
-            if noted["of"] == self._of:
-                self.sent = noted["sent"]
+            record = json.loads(path.read_bytes())
+            if record["of"] == self._of:
+                self.sent = record["sent"]
 
     def note(self, name: str, size: int) -> None:
         """Record one more file that has arrived."""
@@ -157,8 +157,8 @@ def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
                 raise DataError(f"{path} is missing or damaged. `longctx data verify {folder}` says more.")
             packed.append(pack_shard(path, staging / split / f"{entry.file}.zst", level=level))
             say(f"packed {split / entry.file} ({number} of {len(manifest.shards)})")
-        names = [sums_file(entry.file) for entry in manifest.shards if entry.sums]
-        names += [path.name for path in (folder / split).iterdir() if is_carried(path.name)]
+        names = [checksum_file(entry.file) for entry in manifest.shards if entry.sums]
+        names += [path.name for path in (folder / split).iterdir() if is_tokenizer_file(path.name)]
         for name in (*names, LEFT_OUT_FILE, MANIFEST_FILE):
             if (folder / split / name).is_file():
                 shutil.copyfile(folder / split / name, staging / split / name)
@@ -179,7 +179,7 @@ def _is_ours(name: str) -> bool:
     """Return whether a shard folder may contain a file at this relative path."""
     own = name.removeprefix(f"{VALIDATION_FOLDER}/")
     known = (MANIFEST_FILE, PACKED_FILE, LEFT_OUT_FILE, LIST_OF_BEFORE)
-    return own in known or is_carried(own) or _SHARD_FILE.fullmatch(own) is not None
+    return own in known or is_tokenizer_file(own) or _SHARD_FILE.fullmatch(own) is not None
 
 
 def _object(folder: ObjectPath, name: str) -> ObjectPath:

@@ -17,17 +17,17 @@ from typing import Any
 
 import xxhash
 
-from data_pipeline.prepare.documents import PAIRS, READABLE, Document, Fields, File, Piece, Skip, whole
+from data_pipeline.prepare.detect_format import AUTO, FORMATS, describe_kind, find_fields
 from data_pipeline.prepare.joining import Join, cut_directories, join_pieces
 from data_pipeline.prepare.left_out import LeftOut
 from data_pipeline.prepare.listing import Selection, list_files, list_source
-from data_pipeline.prepare.readers.aligned import aligned
-from data_pipeline.prepare.readers.cut import CUT_BYTES, hash_and_cut
-from data_pipeline.prepare.readers.read import UNREADABLE, check
+from data_pipeline.prepare.readers.file_pieces import CUT_BYTES, hash_and_cut
+from data_pipeline.prepare.readers.parallel_text import match_pairs
+from data_pipeline.prepare.readers.plain_text import JSON_WITHOUT_SUFFIX
+from data_pipeline.prepare.readers.read_files import ACCESS_ERROR, check_file
 from data_pipeline.prepare.readers.records import NO_CONVERSATION, no_field_reason
-from data_pipeline.prepare.readers.text import UNNAMED_JSON
-from data_pipeline.prepare.reading import ANY_LENGTH, Lengths, ReadAs, Reading, fault
-from data_pipeline.prepare.recognise import AUTO, FORMATS, described, find_fields
+from data_pipeline.prepare.source_items import PAIRS, READABLE, Document, Fields, File, FilePiece, Skip, full_piece
+from data_pipeline.prepare.source_reader import ANY_LENGTH, Lengths, ReadAs, SourceReader, fault
 from data_pipeline.stores.client import list_names
 from data_pipeline.stores.urls import Location, ObjectPath, locate
 from longctx.errors import DataError
@@ -39,7 +39,7 @@ _FIRST_FORMATS = ("", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 _SHOWN_FILES = 3
 
 
-class Source:
+class TextSource:
     """A corpus that can be read repeatedly, always in the same order; see ``open_source``."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Source:
         self.bytes_read = 0
         """Bytes on disk that reading has passed, out of ``num_bytes``."""
         self._files = files
-        self.not_listed = tuple(left_out)
+        self.listing_skipped = tuple(left_out)
         """Skips recorded before anything was read."""
         self.fields = fields
         """Record type, and the fields that contain its text."""
@@ -70,7 +70,7 @@ class Source:
         self._selection = selection
         self._join = join
         self._fingerprint: dict[str, Any] | None = None
-        self._pieces: list[Piece] = []
+        self._pieces: list[FilePiece] = []
 
     def __iter__(self) -> Iterator[Document]:
         """Yield every document, as ``read`` does."""
@@ -83,21 +83,21 @@ class Source:
         ``DataError`` at the end.
         """
         num_documents = self.bytes_read = 0
-        reading = Reading(self.read_as, on_left_out)
-        for skip in self.not_listed:
-            reading.note(skip)
+        reader = SourceReader(self.read_as, on_left_out)
+        for skip in self.listing_skipped:
+            reader.note(skip)
         # One piece per file: cuts only matter to parallel builds.
-        for document in reading.documents(self._joined(map(whole, self._files))):
+        for document in reader.documents(self._joined(map(full_piece, self._files))):
             num_documents += 1
-            self.bytes_read = reading.bytes_read
+            self.bytes_read = reader.bytes_read
             yield document
-        self.bytes_read = reading.bytes_read
+        self.bytes_read = reader.bytes_read
         # Update only now, so that an interrupted read leaves no partial count.
-        self.left_out = reading.left_out
+        self.left_out = reader.left_out
         if not num_documents:
             raise DataError(no_text(self.spec, self.left_out))
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[FilePiece]:
         """Return the files in order, with large ones split into pieces of complete records if their format permits it.
 
         The result depends only on the files and the join rule. The files are read once for it, together with
@@ -110,7 +110,7 @@ class Source:
         """Count the documents per directory, for directories too large to be joined into one document."""
         if self._join is None:
             return {}
-        return cut_directories(self._joined(map(whole, self._files)), self._join)
+        return cut_directories(self._joined(map(full_piece, self._files)), self._join)
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -146,7 +146,7 @@ class Source:
         if self._fingerprint is None:
             digest = xxhash.xxh3_128()
             done = 0
-            pieces: list[Piece] = []
+            pieces: list[FilePiece] = []
             for file in self._files:
                 content, cut = _hash(file)
                 pieces += cut
@@ -166,7 +166,7 @@ class Source:
             }
         return dict(self._fingerprint)
 
-    def _joined(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
+    def _joined(self, pieces: Iterable[FilePiece]) -> Iterable[FilePiece]:
         if self._join is None:
             return pieces
         return join_pieces(pieces, self._join)
@@ -203,7 +203,7 @@ def _listing_hash(files: Sequence[File]) -> str | None:
         try:
             status = file.path.stat()
         except OSError as error:
-            raise DataError(_unreadable(file, error)) from error
+            raise DataError(_read_error(file, error)) from error
         digest.update(json.dumps([file.name, status.st_size, status.st_mtime_ns, file.format.ending]).encode())
     return digest.hexdigest()
 
@@ -221,7 +221,7 @@ def open_source(
     strict: bool = False,
     join: Join | None = None,
     lengths: Lengths = ANY_LENGTH,
-) -> Source:
+) -> TextSource:
     """Open the corpus at ``spec``: list and check its files without reading them completely.
 
     ``"stdlib"`` is the running interpreter's standard library as Python source. Otherwise ``spec`` is a path or an
@@ -254,29 +254,29 @@ def open_source(
     fields, with_text = find_fields(
         str(spec), listing.files, text_field=text_field, source_field=source_field, format=format, join=join
     )
-    listed = listing.files
+    candidates = listing.files
     if fields.kind == PAIRS:
-        listed = aligned(listed, fields)
+        candidates = match_pairs(candidates, fields)
     # Skip files that ``find_fields`` has already opened.
-    checked = [(file, None if file.name in with_text else check(file, fields)) for file in listed]
-    files = [file for file, problem in checked if problem is None]
-    problems = [problem for _, problem in checked if problem is not None]
+    results = [(file, None if file.name in with_text else check_file(file, fields)) for file in candidates]
+    files = [file for file, problem in results if problem is None]
+    problems = [problem for _, problem in results if problem is not None]
     left_out = listing.left_out + problems
     faults = [skip for skip in left_out if skip.is_fault]
     if strict and faults:
         raise DataError(fault(str(spec), faults[0]))
-    _check_fields(str(spec), fields, files=files, listed=listed, problems=problems)
-    _check_unnamed(str(spec), files=files, listed=listed, problems=problems)
+    _check_fields(str(spec), fields, files=files, candidates=candidates, problems=problems)
+    _check_json_suffixes(str(spec), files=files, candidates=candidates, problems=problems)
     if not files:
         raise DataError(no_text(str(spec), LeftOut(left_out)))
     if problems:
         lines = LeftOut(problems).lines()
         logger.warning("%s: left out %s", spec, "; ".join(lines))
-    not_read = [problem for file, problem in checked if problem is not None and not _is_read(file, problem)]
-    return Source(
+    not_read = [problem for file, problem in results if problem is not None and not _is_read(file, problem)]
+    return TextSource(
         str(spec),
         kind=kind,
-        files=[file for file, problem in checked if _is_read(file, problem)],
+        files=[file for file, problem in results if _is_read(file, problem)],
         left_out=listing.left_out + not_read,
         fields=fields,
         selection=selection,
@@ -287,55 +287,57 @@ def open_source(
 
 
 def _is_read(file: File, problem: Skip | None) -> bool:
-    """Return whether the source reads a file, given the result of ``check``.
+    """Return whether the source reads a file, given the result of ``check_file``.
 
     Non-text files pass here and are skipped while reading: files in a store are not checked, since each check costs a
     request, and a source must be the same at any location.
     """
-    return problem is None or (file.format.kind == "text" and problem.reason != UNREADABLE)
+    return problem is None or (file.format.kind == "text" and problem.reason != ACCESS_ERROR)
 
 
-def _check_fields(spec: str, fields: Fields, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:
+def _check_fields(
+    spec: str, fields: Fields, *, files: list[File], candidates: list[File], problems: list[Skip]
+) -> None:
     """Raise ``DataError`` if the fields are probably wrong: no file has them, and most data would be skipped."""
     reasons = [no_field_reason(field) for field in fields.names]
     if fields.kind not in ("text", PAIRS):
         reasons.append(NO_CONVERSATION)
-    lost = _lost_files(reasons, files=files, listed=listed, problems=problems)
-    if not lost or any(file.format.kind != "text" for file in files):
+    faulty = _describe_faulty(reasons, files=files, candidates=candidates, problems=problems)
+    if not faulty or any(file.format.kind != "text" for file in files):
         return
     if fields.kind == "text":
         raise DataError(
-            f"source={spec} has no text in field {fields.text!r}.\n{lost}\n"
+            f"source={spec} has no text in field {fields.text!r}.\n{faulty}\n"
             "Name the right field with --text-field (text_field), leave such files out with --exclude, "
             "or read them as plain text with --as-text."
         )
     if fields.kind == PAIRS:
         raise DataError(
-            f"source={spec} has no pairs in fields {fields.source!r} (source) and {fields.text!r} (target).\n{lost}\n"
+            f"source={spec} has no pairs in fields {fields.source!r} (source) and {fields.text!r} (target).\n{faulty}\n"
             "Name the right ones with --source-field and --text-field, or leave such files out with --exclude."
         )
     raise DataError(
-        f"source={spec} has no conversations {described(fields.kind)}.\n{lost}\n"
+        f"source={spec} has no conversations {describe_kind(fields.kind)}.\n{faulty}\n"
         f"Say what it has with --format ({', '.join(FORMATS)}), or leave such files out with --exclude."
     )
 
 
-def _check_unnamed(spec: str, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:
+def _check_json_suffixes(spec: str, *, files: list[File], candidates: list[File], problems: list[Skip]) -> None:
     """Raise ``DataError`` if most of the source is JSON records in files without a JSON suffix."""
-    lost = _lost_files([UNNAMED_JSON], files=files, listed=listed, problems=problems)
-    if lost:
+    faulty = _describe_faulty([JSON_WITHOUT_SUFFIX], files=files, candidates=candidates, problems=problems)
+    if faulty:
         raise DataError(
-            f"source={spec} has JSON in files whose endings do not say so.\n{lost}\n"
+            f"source={spec} has JSON in files whose endings do not say so.\n{faulty}\n"
             "Name such files by a pattern, as in --as-json '*', or leave them out with --exclude."
         )
 
 
-def _lost_files(reasons: Sequence[str], *, files: list[File], listed: list[File], problems: list[Skip]) -> str:
+def _describe_faulty(reasons: Sequence[str], *, files: list[File], candidates: list[File], problems: list[Skip]) -> str:
     """Return the names of files with these faults, if they make up more than half the bytes."""
     without = {skip.name: skip for skip in problems if skip.is_fault and skip.reason in reasons}
-    lost = sum(file.size for file in listed if file.name in without)
+    faulty_bytes = sum(file.size for file in candidates if file.name in without)
     # A stray table in a code repository is no reason to stop.
-    if lost <= sum(file.size for file in files):
+    if faulty_bytes <= sum(file.size for file in files):
         return ""
     shown = [f"{skip.name}: {skip.detail}" for skip in list(without.values())[:_SHOWN_FILES]]
     if len(without) > _SHOWN_FILES:
@@ -388,15 +390,15 @@ def no_text(spec: str, left_out: LeftOut) -> str:
     )
 
 
-def _hash(file: File) -> tuple[str, list[Piece]]:
+def _hash(file: File) -> tuple[str, list[FilePiece]]:
     try:
         content, pieces = hash_and_cut(file, CUT_BYTES)
         if file.other is not None:
             content += hash_and_cut(file.other, CUT_BYTES)[0]
         return content, pieces
     except OSError as error:
-        raise DataError(_unreadable(file, error)) from error
+        raise DataError(_read_error(file, error)) from error
 
 
-def _unreadable(file: File, error: OSError) -> str:
+def _read_error(file: File, error: OSError) -> str:
     return f"{file.path} cannot be read ({error.strerror}). Mend it or exclude {file.name!r}."

@@ -17,16 +17,16 @@ from typing import Any
 import sentencepiece as spm
 import xxhash
 
-from data_pipeline.prepare.documents import Document, Progress
-from data_pipeline.prepare.train_wordpiece import SMALLEST_VOCAB_SIZE as SMALLEST_WORDPIECE
+from data_pipeline.prepare.source_items import Document, Progress
+from data_pipeline.prepare.train_wordpiece import MIN_VOCAB_SIZE as SMALLEST_WORDPIECE
 from data_pipeline.prepare.train_wordpiece import SPECIAL_TOKENS, VocabularySizeError, learn_wordpiece
 from longctx.errors import DataError
-from longctx.files import explained_writes, replaced_file, write_atomically
+from longctx.files import convert_write_errors, replaced_file, write_atomically
 from longctx.tokenizer import load_tokenizer
-from longctx.tokenizer.chunks import SPACE_MARK
-from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.sentencepiece_model import DOCUMENT_BEGIN, DOCUMENT_END, PADDING
 from longctx.tokenizer.special import FIM_TOKENS, MASK_TOKEN, SENTINEL
+from longctx.tokenizer.text_chunks import SPACE_MARK
+from longctx.tokenizer.tokenizer_base import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ FORMAT = "longctx-sample-1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class TextSample:
     """Sampled texts, and counts taken while sampling."""
 
     texts: list[str]
@@ -47,7 +47,7 @@ class Sample:
 
 def draw_sample(
     documents: Iterable[Document], *, max_text_bytes: int, seed: int, progress: Progress | None = None
-) -> Sample:
+) -> TextSample:
     """Sample the texts with the smallest hashes, up to ``max_text_bytes`` in total; memory holds little more.
 
     The sample does not depend on document order and contains at least one document.
@@ -72,7 +72,7 @@ def draw_sample(
         raise DataError("There are no documents to train a tokenizer on. Check the source and what it excludes.")
     # Restore source order, so that the same corpus gives the same model file.
     in_order = sorted(sample, key=lambda entry: entry[1])
-    return Sample(texts=[text for _, _, text in in_order], documents=seen, text_bytes=seen_bytes, marked=marked)
+    return TextSample(texts=[text for _, _, text in in_order], documents=seen, text_bytes=seen_bytes, marked=marked)
 
 
 def sample_file(output: Path) -> Path:
@@ -80,11 +80,11 @@ def sample_file(output: Path) -> Path:
     return output.with_name(f".{output.name}.sample")
 
 
-def save_sample(path: Path, sample: Sample, recipe: dict[str, Any]) -> None:
+def save_sample(path: Path, sample: TextSample, recipe: dict[str, Any]) -> None:
     """Write a sample atomically, with its recipe."""
     counts = {"documents": sample.documents, "text_bytes": sample.text_bytes, "marked": sample.marked}
     digest = xxhash.xxh3_128()
-    with explained_writes(path):
+    with convert_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_file(path) as temporary, temporary.open("wb") as lines:
             for entry in ({"format": FORMAT, "recipe": recipe, **counts}, *sample.texts):
@@ -94,7 +94,7 @@ def save_sample(path: Path, sample: Sample, recipe: dict[str, Any]) -> None:
             lines.write(digest.hexdigest().encode())
 
 
-def load_sample(path: Path, recipe: dict[str, Any]) -> Sample | None:
+def load_sample(path: Path, recipe: dict[str, Any]) -> TextSample | None:
     """Return the sample in a file; None if it is missing, damaged or from another recipe."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with path.open("rb") as lines:
@@ -107,14 +107,14 @@ def load_sample(path: Path, recipe: dict[str, Any]) -> Sample | None:
         if xxhash.xxh3_128_hexdigest(content + b"\n") != recorded.decode():
             return None
         texts = [json.loads(line) for line in content.split(b"\n")[1:]]
-        return Sample(texts=texts, **header)
+        return TextSample(texts=texts, **header)
     return None
 
 
 KINDS = ("bpe", "unigram", "word", "char")
 """SentencePiece model types."""
 WORDPIECE = "wordpiece"
-SMALLEST_VOCAB_SIZE = 4 + 256 + 1
+MIN_VOCAB_SIZE = 4 + 256 + 1
 """Unknown, begin, end and padding; one id per byte; one piece to learn."""
 
 _TRAINING_OPTIONS = {
@@ -139,7 +139,7 @@ _TRAINING_OPTIONS = {
 }
 
 
-_FEWEST_CHARACTERS = 64
+_MIN_CHARACTERS = 64
 """Minimum number of characters for learning a small vocabulary if the corpus has more."""
 _THREADS = {"unigram": 16}
 """Training threads; 1 for other model types, which gain nothing from more.
@@ -158,20 +158,20 @@ def train_tokenizer(
     fim: bool = False,
     mask: bool = False,
     sentinels: int = 0,
-    cased: bool = False,
+    keep_case: bool = False,
     max_text_bytes: int = 256 << 20,
     seed: int = 0,
     progress: Progress | None = None,
     stamp: dict[str, Any] | None = None,
-    on_sample: Callable[[Sample, bool], None] | None = None,
+    on_sample: Callable[[TextSample, bool], None] | None = None,
 ) -> Tokenizer:
     """Train a tokenizer on ``documents`` and write it to ``output`` atomically; the same input gives the same bytes.
 
     ``kind`` is a SentencePiece type (``bpe``, ``unigram``, ``word`` or ``char``) or ``wordpiece`` (BERT), which has a
-    mask token and keeps upper case and accents if ``cased``. ``fim`` reserves three ids that mark document parts for
-    fill-in-the-middle, ``mask`` one for a masked token, and ``sentinels`` that many for removed spans. Training holds
-    the text in memory, so above ``max_text_bytes`` it uses a sample of complete documents, drawn by a hash of ``seed``
-    and text. Raises ``DataError`` if the corpus cannot fill ``vocab_size``.
+    mask token and keeps upper case and accents if ``keep_case``. ``fim`` reserves three ids that mark document parts
+    for fill-in-the-middle, ``mask`` one for a masked token, and ``sentinels`` that many for removed spans. Training
+    holds the text in memory, so above ``max_text_bytes`` it uses a sample of complete documents, drawn by a hash of
+    ``seed`` and text. Raises ``DataError`` if the corpus cannot fill ``vocab_size``.
 
     With ``stamp``, which identifies the documents, the sample is kept next to ``output`` until the model is written:
     after a kill, the next training uses it and reads no documents. ``on_sample`` receives the sample and whether it
@@ -180,7 +180,7 @@ def train_tokenizer(
     known = [*KINDS, WORDPIECE]
     if kind not in known:
         raise DataError(f"kind={kind} is not known. Try {', '.join(known)}.")
-    _check_kind(kind, fim=fim, mask=mask, sentinels=sentinels, cased=cased)
+    _check_kind(kind, fim=fim, mask=mask, sentinels=sentinels, keep_case=keep_case)
     marks: tuple[str, ...] = ()
     if fim:
         marks = FIM_TOKENS
@@ -189,11 +189,11 @@ def train_tokenizer(
     if sentinels < 0:
         raise DataError(f"sentinels={sentinels} must not be negative. T5 has 100.")
     marks += tuple(SENTINEL.format(number) for number in range(sentinels))
-    smallest, beside = SMALLEST_VOCAB_SIZE + len(marks), f"256 bytes and {4 + len(marks)} control ids"
+    minimum, reserved = MIN_VOCAB_SIZE + len(marks), f"256 bytes and {4 + len(marks)} control ids"
     if kind == WORDPIECE:
-        smallest, beside = SMALLEST_WORDPIECE, f"{len(SPECIAL_TOKENS)} control ids"
-    if vocab_size < smallest:
-        raise DataError(f"vocab_size={vocab_size} leaves no room beside {beside}. Try {smallest} or more.")
+        minimum, reserved = SMALLEST_WORDPIECE, f"{len(SPECIAL_TOKENS)} control ids"
+    if vocab_size < minimum:
+        raise DataError(f"vocab_size={vocab_size} leaves no room beside {reserved}. Try {minimum} or more.")
     output = Path(output)
     kept = sample_file(output)
     sample, recipe = None, None
@@ -210,7 +210,7 @@ def train_tokenizer(
         on_sample(sample, was_kept)
     try:
         if kind == WORDPIECE:
-            model = _learn_wordpiece(sample, vocab_size, cased=cased)
+            model = _learn_wordpiece(sample, vocab_size, keep_case=keep_case)
         else:
             model = _learn(sample, vocab_size, kind, marks)
         write_atomically(output, model)
@@ -223,21 +223,21 @@ def train_tokenizer(
     return load_tokenizer(output)
 
 
-def _check_kind(kind: str, *, fim: bool, mask: bool, sentinels: int, cased: bool) -> None:
+def _check_kind(kind: str, *, fim: bool, mask: bool, sentinels: int, keep_case: bool) -> None:
     """Raise DataError for options that this kind of tokenizer does not support."""
     if kind == WORDPIECE and (fim or sentinels):
-        asked = "--fim" if fim else f"--sentinels {sentinels}"
-        raise DataError(f"{asked} goes with SentencePiece's kinds, and --kind {kind} is BERT's. Try --kind bpe.")
+        option = "--fim" if fim else f"--sentinels {sentinels}"
+        raise DataError(f"{option} goes with SentencePiece's kinds, and --kind {kind} is BERT's. Try --kind bpe.")
     if kind == WORDPIECE and mask:
         raise DataError(f"--mask is part of --kind {kind}: leave it out.")
-    if cased and kind != WORDPIECE:
+    if keep_case and kind != WORDPIECE:
         raise DataError(f"--cased is for --kind {WORDPIECE}; --kind {kind} keeps every character. Leave it out.")
 
 
-def _learn_wordpiece(sample: Sample, vocab_size: int, *, cased: bool) -> bytes:
+def _learn_wordpiece(sample: TextSample, vocab_size: int, *, keep_case: bool) -> bytes:
     """Learn a WordPiece vocabulary from a sample and return its file content."""
     try:
-        return learn_wordpiece(sample.texts, vocab_size, cased=cased)
+        return learn_wordpiece(sample.texts, vocab_size, keep_case=keep_case)
     except VocabularySizeError as error:
         if error.most is not None:
             raise DataError(_too_large(vocab_size, error.most)) from error
@@ -246,10 +246,10 @@ def _learn_wordpiece(sample: Sample, vocab_size: int, *, cased: bool) -> bytes:
             f"within one.\nTry {error.least} or more."
         ) from error
     except (RuntimeError, OSError) as error:
-        raise DataError(_explain_training(str(error), vocab_size)) from error
+        raise DataError(_training_error(str(error), vocab_size)) from error
 
 
-def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -> bytes:
+def _learn(sample: TextSample, vocab_size: int, kind: str, marks: tuple[str, ...]) -> bytes:
     """Learn a model from a sample and return its file content; ``marks`` become control ids, never used for text."""
     model = io.BytesIO()
     options: dict[str, Any] = {
@@ -263,10 +263,10 @@ def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -
     try:
         spm.SentencePieceTrainer.train(sentence_iterator=_sentences(sample), **options)
     except (RuntimeError, OSError) as error:
-        frequent = (vocab_size - SMALLEST_VOCAB_SIZE - len(marks)) // 2
-        if kind not in ("bpe", "unigram") or frequent < _FEWEST_CHARACTERS or "required_chars" not in str(error):
-            raise DataError(_explain_training(str(error), vocab_size)) from error
-        _learn_frequent(sample, frequent, options)
+        num_characters = (vocab_size - MIN_VOCAB_SIZE - len(marks)) // 2
+        if kind not in ("bpe", "unigram") or num_characters < _MIN_CHARACTERS or "required_chars" not in str(error):
+            raise DataError(_training_error(str(error), vocab_size)) from error
+        _learn_common(sample, num_characters, options)
     # For words and characters the library silently takes as many as exist.
     found = spm.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size()
     if found != vocab_size:
@@ -274,34 +274,34 @@ def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -
     return model.getvalue()
 
 
-def _sentences(sample: Sample) -> Iterator[str]:
+def _sentences(sample: TextSample) -> Iterator[str]:
     """Yield SentencePiece's training input, without its space mark, which our models encode as bytes."""
     return (part for text in sample.texts for part in text.split(SPACE_MARK) if part)
 
 
-def _learn_frequent(sample: Sample, frequent: int, options: dict[str, Any]) -> None:
-    """Learn a vocabulary with the ``frequent`` most frequent characters; rarer ones are encoded as bytes."""
+def _learn_common(sample: TextSample, num_characters: int, options: dict[str, Any]) -> None:
+    """Learn a vocabulary with the ``num_characters`` most frequent characters; rarer ones are encoded as bytes."""
     counts = Counter[str]()
     for text in sample.texts:
         counts.update(text)
     del counts[SPACE_MARK]
-    rare = [character for character, _ in counts.most_common()[frequent:]]
+    rare = [character for character, _ in counts.most_common()[num_characters:]]
     log.warning(
         "vocab_size=%d has room for %d of the corpus's %d characters: the rarer ones become their bytes.",
         options["vocab_size"],
-        frequent,
+        num_characters,
         len(counts),
     )
     # SentencePiece drops at most 1 % of a text's characters, so remove the rare ones before it sees them.
-    cuts = dict.fromkeys(map(ord, rare), SPACE_MARK)
-    known = Sample(**{**vars(sample), "texts": [text.translate(cuts) for text in sample.texts]})
+    replacements = dict.fromkeys(map(ord, rare), SPACE_MARK)
+    known = TextSample(**{**vars(sample), "texts": [text.translate(replacements) for text in sample.texts]})
     try:
         spm.SentencePieceTrainer.train(sentence_iterator=_sentences(known), **options)
     except (RuntimeError, OSError) as error:
-        raise DataError(_explain_training(str(error), options["vocab_size"])) from error
+        raise DataError(_training_error(str(error), options["vocab_size"])) from error
 
 
-def _explain_training(message: str, vocab_size: int) -> str:
+def _training_error(message: str, vocab_size: int) -> str:
     """Translate SentencePiece's error into our words, with a size that works."""
     if found := re.search(r"too high.*<= (\d+)", message, re.DOTALL):
         return _too_large(vocab_size, int(found[1]))

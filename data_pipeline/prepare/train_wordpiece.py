@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import sentencepiece as spm
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from longctx.tokenizer.chunks import SPACE_MARK
+from longctx.tokenizer.text_chunks import SPACE_MARK
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """In the order used by BERT's vocabularies."""
-GOES_ON = "##"
+CONTINUATION_PREFIX = "##"
 """Prefix of pieces that continue a word."""
-SMALLEST_VOCAB_SIZE = len(SPECIAL_TOKENS) + 2 + 1
+MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 2 + 1
 """A letter, the same letter within a word, and one piece to learn."""
 
 _OPTIONS = {
@@ -44,27 +44,27 @@ class VocabularySizeError(ValueError):
         """Ids that the texts need, or can fill; only the violated bound is set."""
 
 
-def learn_wordpiece(texts: Sequence[str], vocab_size: int, *, cased: bool) -> bytes:
-    """Learn a vocabulary from these texts and return its tokenizer.json; ``cased`` keeps upper case and accents.
+def learn_wordpiece(texts: Sequence[str], vocab_size: int, *, keep_case: bool) -> bytes:
+    """Learn a vocabulary from these texts and return its tokenizer.json; ``keep_case`` keeps upper case and accents.
 
     Raises ``VocabularySizeError`` if the texts need more ids or can fill fewer.
     """
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased, strip_accents=not cased)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not keep_case, strip_accents=not keep_case)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     letters, pieces = _pieces(_words(tokenizer, texts), vocab_size)
     # Include every letter in both forms: any word with known letters can then be encoded, and only unseen letters give
     # [UNK].
-    tokens = list(SPECIAL_TOKENS) + letters + [GOES_ON + letter for letter in letters] + pieces
+    tokens = list(SPECIAL_TOKENS) + letters + [CONTINUATION_PREFIX + letter for letter in letters] + pieces
     least = len(SPECIAL_TOKENS) + 2 * len(letters) + 1
     if vocab_size < least:
         raise VocabularySizeError(least=least)
     if len(tokens) < vocab_size:
         raise VocabularySizeError(most=len(tokens))
     vocabulary = {token: number for number, token in enumerate(tokens[:vocab_size])}
-    tokenizer.model = models.WordPiece(vocabulary, unk_token="[UNK]", continuing_subword_prefix=GOES_ON)
+    tokenizer.model = models.WordPiece(vocabulary, unk_token="[UNK]", continuing_subword_prefix=CONTINUATION_PREFIX)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer.decoder = decoders.WordPiece(prefix=GOES_ON)
+    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUATION_PREFIX)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
@@ -110,5 +110,5 @@ def _pieces(lines: Iterator[str], vocab_size: int) -> tuple[list[str], list[str]
         if len(text) == 1:
             letters.add(text)
         else:
-            pieces.append(text if piece.startswith(SPACE_MARK) else GOES_ON + text)
+            pieces.append(text if piece.startswith(SPACE_MARK) else CONTINUATION_PREFIX + text)
     return sorted(letters), pieces

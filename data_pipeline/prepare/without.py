@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.shards.copies import open_folder
+from data_pipeline.shards.local_copies import open_folder
 from data_pipeline.shards.manifest import MANIFEST_FILE, WITHOUT, Manifest, length_histogram, sorted_histogram
 from data_pipeline.shards.packing import PACKED_FILE
 from data_pipeline.shards.reader import MAX_MAPPED, ShardSet
@@ -68,16 +68,16 @@ def leave_out(folder: str | Path | ObjectPath, shards: Sequence[str]) -> LeftOut
     if not kept.shards:
         raise ConfigError(f"without {', '.join(shards)} no document of {place} would be left. Build the folder again.")
     if copy is not None:
-        copy.check_room()
+        copy.check_free_space()
     # Opening verifies the remaining shards, so a damaged folder cannot get a new, valid manifest.
-    opened = ShardSet(found, kept, verify=True, max_mapped=MAX_MAPPED, copy=copy)
+    remaining = ShardSet(found, kept, verify=True, max_mapped=MAX_MAPPED, copy=copy)
     # Recount, because the manifest's totals include the removed shards.
     kept = replace(
         kept,
-        documents=opened.num_documents,
-        tokens=opened.num_tokens,
-        text_bytes=round(manifest.text_bytes * opened.num_tokens / max(manifest.tokens, 1)),
-        length_histogram=_histogram(opened),
+        documents=remaining.num_documents,
+        tokens=remaining.num_tokens,
+        text_bytes=round(manifest.text_bytes * remaining.num_tokens / max(manifest.tokens, 1)),
+        length_histogram=_histogram(remaining),
     )
     if isinstance(place, ObjectPath):
         write_object(place / MANIFEST_FILE, kept.content())

@@ -100,7 +100,7 @@ class Examples:
         self._make([number])
         return self._made[number].second, self._made[number].order
 
-    def counted(self, index: int) -> None:
+    def target_runs(self, index: int) -> None:
         """Return None: every target token is predicted, and source tokens never are."""
 
     def key(self, number: int) -> int:
@@ -122,25 +122,25 @@ class Examples:
             self._made.update(zip(new, self._recipe.examples([self._pieces[number] for number in new]), strict=True))
 
 
-def tokens_around(shards: ShardSet) -> tuple[int, int]:
+def num_special_tokens(shards: ShardSet) -> tuple[int, int]:
     """Return how many tokens the tokenizer adds before and after a text."""
     tokenizer = shards.tokenizer()
-    return len(tokenizer.begins_with), len(tokenizer.ends_with)
+    return len(tokenizer.prefix_ids), len(tokenizer.suffix_ids)
 
 
-def read_texts(shards: ShardSet, pieces: Iterable[Piece]) -> list[np.ndarray]:
+def read_text_pieces(shards: ShardSet, pieces: Iterable[Piece]) -> list[np.ndarray]:
     """Return each piece's tokens, int32."""
     # Stored documents start with begin tokens, which are not part of the text.
-    before, _ = tokens_around(shards)
+    before, _ = num_special_tokens(shards)
     found = shards.slices([(document, start + before, stop + before) for document, start, stop in pieces])
     return [tokens.astype(np.int32) for tokens in found]
 
 
-def check_texts(shards: ShardSet, objective: str, instead: str) -> None:
+def check_texts(shards: ShardSet, objective: str, alternative: str) -> None:
     """Raise ConfigError unless a folder contains texts; ``objective`` is the setting that requires them."""
     if not shards.is_masked and not shards.manifest.has_sources:
         return
     kind = "pairs" if shards.manifest.has_sources else "conversations"
     raise ConfigError(
-        f"{objective} is for texts, and {shards.folder} holds {kind}.\nName a folder of texts, or {instead}."
+        f"{objective} is for texts, and {shards.folder} holds {kind}.\nName a folder of texts, or {alternative}."
     )

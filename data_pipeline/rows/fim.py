@@ -23,15 +23,15 @@ import numpy as np
 
 from data_pipeline.shuffle import fall_below, falls_below, key64
 from longctx.errors import ConfigError
-from longctx.tokenizer.contract import Tokenizer
-from longctx.tokenizer.rows import check_rows
+from longctx.tokenizer.embedding_rows import check_rows
 from longctx.tokenizer.special import FimIds
+from longctx.tokenizer.tokenizer_base import Tokenizer
 
 MIN_BODY = 16
 """Minimum text tokens per document: a shorter text has no useful middle."""
 
 # Salts; ``rows.pack`` and ``rows.blocks`` have the other salts.
-_DOCUMENTS, _CUTS, _SPM = 101, 102, 103
+_DOCUMENTS, _SPLITS, _SPM = 101, 102, 103
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class FimRule:
         """Return the rule with the segment length resolved for rows of these lengths."""
         return replace(self, segment_tokens=self.segment_tokens or math.gcd(*row_lengths))
 
-    def of_state(self, said: str) -> FimRule | None:
+    def of_state(self, saved_rule: str) -> FimRule | None:
         """Return the rule recorded in a loader state; None if it differs from this rule in more than the segment
         length.
         """
-        segments = re.fullmatch(r".* segments of (\d{1,16})", said)
+        segments = re.fullmatch(r".* segments of (\d{1,16})", saved_rule)
         if segments is None:
             return None
         found = replace(self, segment_tokens=int(segments[1]))
-        if str(found) != said:
+        if str(found) != saved_rule:
             return None
         return found
 
@@ -116,7 +116,7 @@ class Fim:
             begin=tokenizer.document_begin,
             end=tokenizer.document_end,
         )
-        least = MIN_BODY + fim._begins + fim._overhead
+        least = MIN_BODY + fim._num_begin + fim._overhead
         if fim.segment_tokens < least:
             raise ConfigError(
                 f"A segment of {fim.segment_tokens} tokens leaves no room for a text beside its marks: it needs "
@@ -126,7 +126,7 @@ class Fim:
         return fim
 
     @property
-    def _begins(self) -> int:
+    def _num_begin(self) -> int:
         """Number of tokens before a document's text."""
         return int(self.begin is not None)
 
@@ -144,26 +144,26 @@ class Fim:
         """Return each document's length as it is read, given its stored length, int64 [n]."""
         # Each segment adds three marks, and each segment after the first its own end token. The planner uses this
         # without reading text.
-        body = lengths - self._begins - self._ends
+        body = lengths - self._num_begin - self._ends
         segments = self._segments(body)
         grown = lengths + len(self.ids) * segments + self._ends * (segments - 1)
-        return np.where((body >= MIN_BODY) & self._draws(documents), grown, lengths)
+        return np.where((body >= MIN_BODY) & self._selected(documents), grown, lengths)
 
     def parts(self, document: int, length: int, segment: int) -> Iterator[list[int] | tuple[int, int]]:
         """Yield a segment's parts: ids, or the bounds (start, end) of a span in the stored document."""
-        first_text = self.segment_tokens - self._begins - self._overhead
+        first_text = self.segment_tokens - self._num_begin - self._overhead
         start = 0
         if segment:
             start = first_text + (segment - 1) * (self.segment_tokens - self._overhead)
         stop = first_text + segment * (self.segment_tokens - self._overhead)
-        text = min(stop, length - self._begins - self._ends) - start
-        key = key64(document, self.seed, _CUTS, segment)
+        text = min(stop, length - self._num_begin - self._ends) - start
+        key = key64(document, self.seed, _SPLITS, segment)
         # Two independent uniform cuts, sorted, as in the paper, but between tokens and not characters: prefix, middle
         # and suffix may each be empty.
-        cuts = sorted((key % (text + 1), (key >> 32) % (text + 1)))
+        splits = sorted((key % (text + 1), (key >> 32) % (text + 1)))
         # Offset by the document's begin token.
-        at = self._begins + start
-        prefix, middle, suffix = (at, at + cuts[0]), (at + cuts[0], at + cuts[1]), (at + cuts[1], at + text)
+        at = self._num_begin + start
+        prefix, middle, suffix = (at, at + splits[0]), (at + splits[0], at + splits[1]), (at + splits[1], at + text)
         head = [self.ids.prefix]
         if self.begin is not None and segment == 0:
             head.insert(0, self.begin)
@@ -185,10 +185,10 @@ class Fim:
 
     def _segments(self, body: np.ndarray) -> np.ndarray:
         """Return the segment count for documents with ``body`` text tokens."""
-        behind_first = body - (self.segment_tokens - self._begins - self._overhead)
-        return 1 + np.maximum(0, -(-behind_first // (self.segment_tokens - self._overhead)))
+        remaining = body - (self.segment_tokens - self._num_begin - self._overhead)
+        return 1 + np.maximum(0, -(-remaining // (self.segment_tokens - self._overhead)))
 
-    def _draws(self, documents: np.ndarray) -> np.ndarray:
+    def _selected(self, documents: np.ndarray) -> np.ndarray:
         """Return which documents are selected, bool [n]."""
         # A share of 1 is not representable below 2^64.
         if self.rule.rate >= 1:

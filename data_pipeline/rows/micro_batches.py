@@ -20,7 +20,7 @@ class MicroBatches:
     """Number of data ranks."""
 
     @classmethod
-    def deal(cls, rows_per_step: int, *, most_rows: int, data_degree: int = 1) -> MicroBatches:
+    def assign(cls, rows_per_step: int, *, most_rows: int, data_degree: int = 1) -> MicroBatches:
         """Return the fewest micro-batches with at most ``most_rows`` rows each, as equal as possible.
 
         ``rows_per_step`` counts rows over all data ranks, which share them equally.
@@ -58,15 +58,15 @@ _MOST_SWAPS = 64
 # rows. The result only permutes rows within a step, so the step's gradient, a sum over its rows, does not depend on it
 # (up to floating-point summation order). It is deterministic: every rank computes the same assignment without
 # communication.
-def balanced(costs: Sequence[int], micro_batches: MicroBatches, *, lockstep: bool = False) -> list[int]:
+def balanced(costs: Sequence[int], micro_batches: MicroBatches, *, sync_per_micro_batch: bool = False) -> list[int]:
     """Return the row at each position in ``micro_batches``: a permutation of a step's rows, balanced by ``costs``.
 
     The costliest row goes to the rank with the least load so far, and the busiest rank then swaps rows with the idlest
     one until they are even. Each rank starts with its costliest rows.
 
-    With ``lockstep``, ranks wait for one another in every micro-batch and not only at the end of the step. Rows with
-    similar cost then share a micro-batch, the costliest ones first, which minimizes the summed maximum load over
-    micro-batches. Within a micro-batch the costliest row goes to the rank with the least load so far.
+    With ``sync_per_micro_batch``, ranks wait for one another in every micro-batch and not only at the end of the step.
+    Rows with similar cost then share a micro-batch, the costliest ones first, which minimizes the summed maximum load
+    over micro-batches. Within a micro-batch the costliest row goes to the rank with the least load so far.
 
     A single data rank takes rows in order.
     """
@@ -76,60 +76,62 @@ def balanced(costs: Sequence[int], micro_batches: MicroBatches, *, lockstep: boo
     # A stable sort keeps ties in row order: every process must get the same result.
     rows = sorted(range(len(costs)), key=lambda row: -costs[row])
     loads = [0] * ranks
-    if lockstep:
-        dealt: list[list[int]] = [[] for _ in range(ranks)]
+    if sync_per_micro_batch:
+        assigned: list[list[int]] = [[] for _ in range(ranks)]
         first = 0
         for size in micro_batches.sizes:
             like = rows[first : first + size * ranks]
-            for own, more in zip(dealt, _dealt(like, costs, loads), strict=True):
-                own += more
+            for own, extra in zip(assigned, _assign_rows(like, costs, loads), strict=True):
+                own += extra
             first += size * ranks
     else:
-        dealt = _dealt(rows, costs, loads)
-        _exchange(dealt, costs, loads)
-        for own in dealt:
+        assigned = _assign_rows(rows, costs, loads)
+        _swap_rows(assigned, costs, loads)
+        for own in assigned:
             own.sort(key=lambda row: (-costs[row], row))
-    places = [0] * len(costs)
-    for rank, own in enumerate(dealt):
-        following = iter(own)
+    row_numbers = [0] * len(costs)
+    for rank, own in enumerate(assigned):
+        next_rows = iter(own)
         for number in range(len(micro_batches)):
             for place in micro_batches.rows(number, rank):
-                places[place] = next(following)
-    return places
+                row_numbers[place] = next(next_rows)
+    return row_numbers
 
 
-def _dealt(rows: Sequence[int], costs: Sequence[int], loads: list[int]) -> list[list[int]]:
+def _assign_rows(rows: Sequence[int], costs: Sequence[int], loads: list[int]) -> list[list[int]]:
     """Assign rows, costliest first, equally many to each rank; add their costs to ``loads``."""
     ranks = len(loads)
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
     # Ranks that can take more rows, least loaded first.
     waiting = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(waiting)
     for row in rows:
         load, rank = heapq.heappop(waiting)
-        dealt[rank].append(row)
+        assigned[rank].append(row)
         loads[rank] = load + costs[row]
-        if len(dealt[rank]) < len(rows) // ranks:
+        if len(assigned[rank]) < len(rows) // ranks:
             heapq.heappush(waiting, (loads[rank], rank))
-    return dealt
+    return assigned
 
 
-def _exchange(dealt: list[list[int]], costs: Sequence[int], loads: list[int]) -> None:
+def _swap_rows(assigned: list[list[int]], costs: Sequence[int], loads: list[int]) -> None:
     """Swap rows between the busiest and the idlest rank, each time the pair that evens them most, while swaps help."""
     # Ranks have equally many rows, so the rank that takes the last rows may end far above the others.
     mean = sum(loads) / len(loads)
     for _ in range(_MOST_SWAPS):
-        busiest, idlest = loads.index(max(loads)), loads.index(min(loads))
-        if loads[busiest] <= _EVEN * mean:
+        most_loaded, least_loaded = loads.index(max(loads)), loads.index(min(loads))
+        if loads[most_loaded] <= _EVEN * mean:
             return
-        own, other = (np.array([costs[row] for row in dealt[rank]], np.float64) for rank in (busiest, idlest))
+        own, other = (
+            np.array([costs[row] for row in assigned[rank]], np.float64) for rank in (most_loaded, least_loaded)
+        )
         moved = own[:, None] - other
-        largest = np.maximum(loads[busiest] - moved, loads[idlest] + moved)
+        largest = np.maximum(loads[most_loaded] - moved, loads[least_loaded] + moved)
         nth, other_nth = divmod(int(largest.argmin()), len(other))
-        row, other_row = dealt[busiest][nth], dealt[idlest][other_nth]
+        row, other_row = assigned[most_loaded][nth], assigned[least_loaded][other_nth]
         difference = costs[row] - costs[other_row]
-        if max(loads[busiest] - difference, loads[idlest] + difference) >= loads[busiest]:
+        if max(loads[most_loaded] - difference, loads[least_loaded] + difference) >= loads[most_loaded]:
             return
-        dealt[busiest][nth], dealt[idlest][other_nth] = other_row, row
-        loads[busiest] -= difference
-        loads[idlest] += difference
+        assigned[most_loaded][nth], assigned[least_loaded][other_nth] = other_row, row
+        loads[most_loaded] -= difference
+        loads[least_loaded] += difference

@@ -1,7 +1,7 @@
 """Row order within a run: which documents are in global row n, for any number of ranks. This module orders one folder.
 
-``data_pipeline.mixture.order`` orders several. An order holds no position: the loader does, and requests the rows after
-it. States are validated strictly, because training on a wrong row raises no error.
+``data_pipeline.mixture.mixed_order`` orders several. An order holds no position: the loader does, and requests the rows
+after it. States are validated strictly, because training on a wrong row raises no error.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
+from data_pipeline.rows.epoch_blocks import PLAN_VERSION, BlockAssignment, BlockPlanner, PackReport
 from data_pipeline.rows.fim import Fim, fim_of
 from data_pipeline.rows.pack import BEST_FIT, Packing, Row
-from data_pipeline.rows.stream import BEGINNING, Stream, StreamPosition
+from data_pipeline.rows.row_stream import START, RowStream, StreamPosition
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import DataError
-from longctx.untrusted.reading import shown
-from longctx.untrusted.schema import MOST_WHOLE
+from longctx.untrusted.strict_json import shown
+from longctx.untrusted.untrusted_schema import MOST_WHOLE
 
 STATE_FORMAT = "longctx-loader"
 
@@ -39,7 +39,7 @@ class Position:
     """Rows over all steps and ranks."""
     tokens_consumed: int = 0
     """Tokens over all steps and ranks, without padding."""
-    stream: StreamPosition = BEGINNING
+    stream: StreamPosition = START
 
     @property
     def epoch(self) -> int:
@@ -121,11 +121,11 @@ def _in_blocks(state: dict[str, Any], num_blocks: int, folder: Path) -> dict[str
     return state | {"plan_version": PLAN_VERSION, "num_blocks": 1, "block": 0, "block_row": state.get("epoch_row")}
 
 
-class Order(Protocol):
+class RowOrder(Protocol):
     """Row order used by a loader. Positions are specific to each implementation."""
 
     @property
-    def fims(self) -> Sequence[Fim | None]:
+    def fim_by_folder(self) -> Sequence[Fim | None]:
         """Fill-in-the-middle per folder; None for a folder without it."""
         ...
 
@@ -164,30 +164,30 @@ class FolderOrder:
         *,
         seed: int = 0,
         shuffle: bool = True,
-        deal: Deal | None = None,
+        assignment: BlockAssignment | None = None,
         packing: Packing = BEST_FIT,
         source_seq_len: int = 0,
     ) -> None:
-        """Initialize; ``deal`` defaults to the folder's assignment, and ``source_seq_len`` bounds a row's source
+        """Initialize; ``assignment`` defaults to the folder's assignment, and ``source_seq_len`` bounds a row's source
         tokens.
         """
         self._source_seq_len = source_seq_len
         self._shards, self._seq_len, self._seed, self._shuffle = shards, seq_len, seed, shuffle
         self._packing = packing
         fim = fim_of(packing.fim, shards.tokenizer, seed=seed, seq_len=seq_len)
-        self.fims = (fim,)
+        self.fim_by_folder = (fim,)
         """Fill-in-the-middle for the folder, or None."""
         self.planner = BlockPlanner(
             shards,
             seq_len,
             seed=seed,
             shuffle=shuffle,
-            deal=deal,
+            assignment=assignment,
             packing=packing,
             fim=fim,
             source_seq_len=source_seq_len,
         )
-        self._stream = Stream(self.planner)
+        self._stream = RowStream(self.planner)
 
     def start(self) -> Position:
         """Return the first row's position."""

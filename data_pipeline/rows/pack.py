@@ -53,8 +53,8 @@ class Row:
     def of(cls, pieces: Iterable[Piece]) -> Row:
         """Build a row from pieces."""
         columns = [*zip(*pieces, strict=True)] or [(), (), ()]
-        documents, starts, stops = columns
-        return cls(documents, starts, [stop - start for start, stop in zip(starts, stops, strict=True)])
+        documents, starts, ends = columns
+        return cls(documents, starts, [stop - start for start, stop in zip(starts, ends, strict=True)])
 
     def __len__(self) -> int:
         """Return the number of pieces."""
@@ -90,14 +90,14 @@ _COPY_BIT = 48
 
 @dataclass(frozen=True)
 class Parts:
-    """Packing input: part ``i`` is tokens ``starts[i]`` to ``stops[i]`` of ``documents[i]``. Arrays are int64."""
+    """Packing input: part ``i`` is tokens ``starts[i]`` to ``ends[i]`` of ``documents[i]``. Arrays are int64."""
 
     documents: np.ndarray
     copies: np.ndarray
     """0 for a document's first copy, 1 for the second …: upsampling may repeat a document within an epoch
     (``copies_of``)."""
     starts: np.ndarray
-    stops: np.ndarray
+    ends: np.ndarray
     source_lengths: np.ndarray | None = None
     """For pairs, source tokens per part; the parts are then complete documents."""
 
@@ -110,7 +110,7 @@ class Parts:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens per part."""
-        return self.stops - self.starts
+        return self.ends - self.starts
 
     def at(self, numbers: np.ndarray) -> Parts:
         """Return the parts with these indices, in the given order."""
@@ -118,7 +118,7 @@ class Parts:
         if of_sources is not None:
             of_sources = of_sources[numbers]
         return Parts(
-            self.documents[numbers], self.copies[numbers], self.starts[numbers], self.stops[numbers], of_sources
+            self.documents[numbers], self.copies[numbers], self.starts[numbers], self.ends[numbers], of_sources
         )
 
     def joined(self) -> Parts:
@@ -126,14 +126,17 @@ class Parts:
         if not len(self.documents):
             return self
         parts = self.at(np.lexsort((self.starts, self.copies, self.documents)))
-        goes_on = (
+        is_adjacent = (
             (parts.documents[1:] == parts.documents[:-1])
             & (parts.copies[1:] == parts.copies[:-1])
-            & (parts.starts[1:] == parts.stops[:-1])
+            & (parts.starts[1:] == parts.ends[:-1])
         )
         # True at boundaries between parts that do not continue each other.
-        firsts, lasts = parts.at(np.flatnonzero(np.append(True, ~goes_on))), np.flatnonzero(np.append(~goes_on, True))
-        return replace(firsts, stops=parts.stops[lasts])
+        first_parts, lasts = (
+            parts.at(np.flatnonzero(np.append(True, ~is_adjacent))),
+            np.flatnonzero(np.append(~is_adjacent, True)),
+        )
+        return replace(first_parts, ends=parts.ends[lasts])
 
 
 Kind = Literal["best_fit", "concatenate", "one_document"]
@@ -168,15 +171,15 @@ class Packing:
 
     def __str__(self) -> str:
         """Return the rule as recorded in the loader state."""
-        said: str = self.kind
+        text: str = self.kind
         if self.min_rest_tokens > 1:
-            said += f", rests of at least {self.min_rest_tokens}"
+            text += f", rests of at least {self.min_rest_tokens}"
         # With a rate of 0 the rule only applies to mixture sources, whose states record their own rules.
         if self.fim is not None and self.fim.rate:
-            said += f", {self.fim}"
+            text += f", {self.fim}"
         if self.examples is not None:
-            said += f", {self.examples}"
-        return said
+            text += f", {self.examples}"
+        return text
 
     def check_fim(self, rule: FimRule, row_lengths: Sequence[int]) -> None:
         """Raise ConfigError if rows of these lengths would cut fill-in-the-middle segments."""
@@ -290,18 +293,20 @@ def plan_parts(
         parts = parts.at(shuffled(parts.documents | parts.copies << _COPY_BIT, seed, epoch, _DOCUMENTS))
     if packing.examples is not None:
         budgets = (seq_len, source_seq_len)
-        owners, starts, stops, rows = _examples(parts.lengths, packing.examples, budgets, packing, open_rows)
+        part_indices, starts, ends, rows = _examples(parts.lengths, packing.examples, budgets, packing, open_rows)
     elif parts.source_lengths is None:
-        owners, starts, stops, rows = _pieces(parts.lengths, seq_len, packing, open_rows)
+        part_indices, starts, ends, rows = _pieces(parts.lengths, seq_len, packing, open_rows)
     else:
         budgets = (seq_len, source_seq_len)
-        owners, starts, stops, rows = _whole_pairs(parts.lengths, parts.source_lengths, budgets, packing, open_rows)
+        part_indices, starts, ends, rows = _whole_pairs(
+            parts.lengths, parts.source_lengths, budgets, packing, open_rows
+        )
     num_rows = int(rows.max(initial=-1)) + 1
     if shuffle:
         # Shuffle the rows too: packing numbers them in opening order, which depends on piece lengths.
         rows = shuffled(np.arange(num_rows), seed, epoch, _FIRST_ROWS + block)[rows]
-    pieces = parts.at(owners)
-    pieces = replace(pieces, starts=pieces.starts + starts, stops=pieces.starts + stops)
+    pieces = parts.at(part_indices)
+    pieces = replace(pieces, starts=pieces.starts + starts, ends=pieces.starts + ends)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(rows, minlength=num_rows))])
     return RowPlan(
         seq_len=seq_len,
@@ -310,18 +315,18 @@ def plan_parts(
         row_offsets=offsets,
         num_documents=len(parts.documents),
         document_tokens=int(parts.lengths.sum()),
-        num_cut=_num_cut(parts, owners, stops - starts),
+        num_cut=_num_cut(parts, part_indices, ends - starts),
         examples=packing.examples,
     )
 
 
-def _num_cut(parts: Parts, owners: np.ndarray, sizes: np.ndarray) -> int:
+def _num_cut(parts: Parts, part_indices: np.ndarray, sizes: np.ndarray) -> int:
     """Count the parts that no single row contains completely."""
-    cut = len(np.unique(owners[sizes < parts.lengths[owners]]))
+    cut = len(np.unique(part_indices[sizes < parts.lengths[part_indices]]))
     if parts.source_lengths is None:
         return cut
     # A pair is in one row or dropped.
-    return len(parts.documents) - len(owners)
+    return len(parts.documents) - len(part_indices)
 
 
 def _whole_pairs(
@@ -330,16 +335,16 @@ def _whole_pairs(
     """Return pieces as ``_pieces`` does, for pairs: all that fit into a row, uncut."""
     if packing.kind == "concatenate":
         raise ConfigError("data.packing=concatenate cuts documents, and pairs are whole. Use best_fit or one_document.")
-    owners = np.flatnonzero((lengths <= budgets[0]) & (source_lengths <= budgets[1]))
-    sizes = lengths[owners]
-    zeros = np.zeros(len(owners), np.int64)
+    part_indices = np.flatnonzero((lengths <= budgets[0]) & (source_lengths <= budgets[1]))
+    sizes = lengths[part_indices]
+    zeros = np.zeros(len(part_indices), np.int64)
     if packing.kind == "one_document":
-        return owners, zeros, sizes, np.arange(len(owners))
+        return part_indices, zeros, sizes, np.arange(len(part_indices))
     openers = np.array(
-        _best_fit_of_pairs(sizes.tolist(), source_lengths[owners].tolist(), budgets, open_rows), np.int64
+        _best_fit_of_pairs(sizes.tolist(), source_lengths[part_indices].tolist(), budgets, open_rows), np.int64
     )
     opens_row = openers == np.arange(len(sizes))
-    return owners, zeros, sizes, (np.cumsum(opens_row) - 1)[openers]
+    return part_indices, zeros, sizes, (np.cumsum(opens_row) - 1)[openers]
 
 
 def _examples(
@@ -352,17 +357,17 @@ def _examples(
             "Use best_fit or one_document."
         )
     # Cut texts so that each piece's example fits into one row, then pack by the examples' lengths.
-    owners, starts, stops = _cut(lengths, rule.most_tokens(*budgets))
-    enough = stops - starts >= rule.least_tokens
-    owners, starts, stops = owners[enough], starts[enough], stops[enough]
-    sizes, of_sources = rule.lengths(stops - starts), rule.source_lengths(stops - starts)
+    part_indices, starts, ends = _cut(lengths, rule.most_tokens(*budgets))
+    enough = ends - starts >= rule.least_tokens
+    part_indices, starts, ends = part_indices[enough], starts[enough], ends[enough]
+    sizes, of_sources = rule.lengths(ends - starts), rule.source_lengths(ends - starts)
     if packing.kind == "one_document":
-        return owners, starts, stops, np.arange(len(owners))
+        return part_indices, starts, ends, np.arange(len(part_indices))
     if of_sources is None:
-        return owners, starts, stops, _rows_of(sizes, budgets[0], open_rows)
+        return part_indices, starts, ends, _rows_of(sizes, budgets[0], open_rows)
     openers = np.array(_best_fit_of_pairs(sizes.tolist(), of_sources.tolist(), budgets, open_rows), np.int64)
     opens_row = openers == np.arange(len(sizes))
-    return owners, starts, stops, (np.cumsum(opens_row) - 1)[openers]
+    return part_indices, starts, ends, (np.cumsum(opens_row) - 1)[openers]
 
 
 def _pieces(
@@ -372,28 +377,28 @@ def _pieces(
     if packing.kind == "concatenate":
         ends = np.cumsum(lengths)
         # A piece ends at each document end and at each row end.
-        stops = np.union1d(ends, np.arange(seq_len, int(ends[-1:].sum()), seq_len))
-        starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])[: len(stops)]
-        owners = np.searchsorted(ends, starts, side="right")
-        before = (ends - lengths)[owners]
-        return owners, starts - before, stops - before, starts // seq_len
-    owners, starts, stops = _cut(lengths, seq_len)
+        piece_ends = np.union1d(ends, np.arange(seq_len, int(ends[-1:].sum()), seq_len))
+        starts = np.concatenate([np.zeros(1, np.int64), piece_ends[:-1]])[: len(piece_ends)]
+        part_indices = np.searchsorted(ends, starts, side="right")
+        before = (ends - lengths)[part_indices]
+        return part_indices, starts - before, piece_ends - before, starts // seq_len
+    part_indices, starts, piece_ends = _cut(lengths, seq_len)
     if packing.min_rest_tokens > 1:
-        kept = (starts == 0) | (stops - starts >= min(packing.min_rest_tokens, seq_len))
-        owners, starts, stops = owners[kept], starts[kept], stops[kept]
+        kept = (starts == 0) | (piece_ends - starts >= min(packing.min_rest_tokens, seq_len))
+        part_indices, starts, piece_ends = part_indices[kept], starts[kept], piece_ends[kept]
     if packing.kind == "one_document":
-        return owners, starts, stops, np.arange(len(owners))
-    return owners, starts, stops, _rows_of(stops - starts, seq_len, open_rows)
+        return part_indices, starts, piece_ends, np.arange(len(part_indices))
+    return part_indices, starts, piece_ends, _rows_of(piece_ends - starts, seq_len, open_rows)
 
 
 def _cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut documents, in order, into pieces of at most ``seq_len`` tokens: document index, start, stop."""
     # Round up: a document's remainder is a piece too.
     counts = -(-lengths // seq_len)
-    owners = np.repeat(np.arange(len(lengths)), counts)
+    part_indices = np.repeat(np.arange(len(lengths)), counts)
     first_piece = np.repeat(np.cumsum(counts) - counts, counts)
-    starts = (np.arange(len(owners)) - first_piece) * seq_len
-    return owners, starts, np.minimum(starts + seq_len, lengths[owners])
+    starts = (np.arange(len(part_indices)) - first_piece) * seq_len
+    return part_indices, starts, np.minimum(starts + seq_len, lengths[part_indices])
 
 
 def _rows_of(sizes: np.ndarray, seq_len: int, open_rows: int) -> np.ndarray:
@@ -496,9 +501,11 @@ def copies_of(parts: Parts, rules: tuple[Upsampling, ...], *, seed: int, epoch: 
     for rule in rules:
         factors[parts.lengths >= rule.min_tokens] = rule.factor
     # Use the top 53 bits, which a float holds exactly, so that every machine draws the same copies.
-    draws = mix64_array(parts.documents.astype(np.uint64) ^ np.uint64(key64(seed, epoch, _COPIES))) >> np.uint64(11)
+    random_bits = mix64_array(parts.documents.astype(np.uint64) ^ np.uint64(key64(seed, epoch, _COPIES))) >> np.uint64(
+        11
+    )
     counts = np.floor(factors).astype(np.int64)
-    counts += draws < (factors - counts) * 2.0**53
+    counts += random_bits < (factors - counts) * 2.0**53
     numbers = np.repeat(np.arange(len(counts)), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     found = parts.at(numbers)

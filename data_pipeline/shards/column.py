@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from data_pipeline.shards.sums import ADVICE, BLOCK_SHIFT, Blocks, advise
+from data_pipeline.shards.block_checksum import BLOCK_SHIFT, RECOVERY_HINT, ChecksumBlocks, advise
 from longctx.errors import DataError
 
 OFFSET = 8
@@ -19,12 +19,15 @@ OFFSET = 8
 class TokenColumn:
     """Column of id lists: row ``i`` is ``values[offsets[i] : offsets[i + 1]]``."""
 
-    def __init__(self, column: pa.Array, content: pa.Buffer, blocks: Blocks, path: Path) -> None:
+    def __init__(self, column: pa.Array, content: pa.Buffer, blocks: ChecksumBlocks, path: Path) -> None:
         self._path, self._blocks = path, blocks
         self.offsets = column.offsets.to_numpy(zero_copy_only=True)
         self.values = column.values.to_numpy(zero_copy_only=True)
         self._offsets_buffer, values = column.offsets.buffers()[1], column.values.buffers()[1]
-        self._offsets_at, self._values_at = place(self._offsets_buffer, content, path), place(values, content, path)
+        self._offsets_at, self._values_at = (
+            buffer_offset(self._offsets_buffer, content, path),
+            buffer_offset(values, content, path),
+        )
         # Plain integers come from a memory view, in a third of numpy's time.
         self.tokens = _reader(path, blocks, self.values, memoryview(self.offsets), self._offsets_at, self._values_at)
         """Reads tokens ``start`` to ``stop`` of a row as a view, by default to its end."""
@@ -43,11 +46,11 @@ class TokenColumn:
             advise(self._offsets_buffer, mmap.MADV_WILLNEED)
         # Neighboring offsets i and i + 1 delimit row i, so verify 16 bytes per row.
         self._blocks.check_items(self._offsets_at + OFFSET * rows, 2 * OFFSET)
-        starts, stops = self.offsets[rows], self.offsets[rows + 1]
-        if starts.min() < 0 or (stops <= starts).any() or stops.max() > len(self.values):
-            raise wrong_offsets(self._path)
+        starts, ends = self.offsets[rows], self.offsets[rows + 1]
+        if starts.min() < 0 or (ends <= starts).any() or ends.max() > len(self.values):
+            raise offsets_error(self._path)
         self._release_offsets()
-        return stops - starts
+        return ends - starts
 
     def longest(self) -> int:
         """Return the longest row's token count."""
@@ -77,7 +80,7 @@ class TokenColumn:
 
 
 def _reader(
-    path: Path, blocks: Blocks, values: np.ndarray, offset_of: memoryview, offsets_at: int, values_at: int
+    path: Path, blocks: ChecksumBlocks, values: np.ndarray, offset_of: memoryview, offsets_at: int, values_at: int
 ) -> Callable[..., np.ndarray]:
     """Return ``TokenColumn.tokens`` as a closure: a method would spend a third of its time on attribute lookups.
 
@@ -88,13 +91,13 @@ def _reader(
     def tokens(row: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         if not blocks.all_seen:
             at = offsets_at + OFFSET * row
-            # Inlined from ``Blocks.check``: a call here would take a quarter of the read's total time.
+            # Inlined from ``ChecksumBlocks.check``: a call here would take a quarter of the read's total time.
             if not (blocks.seen[at >> BLOCK_SHIFT] and blocks.seen[(at + 2 * OFFSET - 1) >> BLOCK_SHIFT]):
                 blocks.check(at, at + 2 * OFFSET)
         first, last = offset_of[row], offset_of[row + 1]
         # A slice with invalid offsets would contain another document's tokens, or fewer than the plan expects.
         if not 0 <= first < last <= num_tokens:
-            raise wrong_offsets(path)
+            raise offsets_error(path)
         if stop is not None and first + stop < last:
             last = first + stop
         first += start
@@ -109,12 +112,12 @@ def _reader(
     return tokens
 
 
-def wrong_offsets(path: Path) -> DataError:
+def offsets_error(path: Path) -> DataError:
     """Return the error for documents with invalid offsets."""
-    return DataError(f"{path} is damaged: its documents do not follow each other. {ADVICE}")
+    return DataError(f"{path} is damaged: its documents do not follow each other. {RECOVERY_HINT}")
 
 
-def place(part: pa.Buffer | None, content: pa.Buffer, path: Path) -> int:
+def buffer_offset(part: pa.Buffer | None, content: pa.Buffer, path: Path) -> int:
     """Return a buffer's offset in the file; raise DataError if the buffer is not in the file."""
     if part is None or not part.size:
         return 0

@@ -17,11 +17,21 @@ from data_pipeline.stores.urls import Location
 from longctx.errors import DataError
 from longctx.files import check_link, write_synced
 from longctx.untrusted import git_lfs
-from longctx.untrusted.reading import MOST_JSON_BYTES, NotFetchedError, parse_json, read_bounded
-from longctx.untrusted.schema import HASH, NAME, anything, listing, mapping, one_of, record, text, whole
+from longctx.untrusted.strict_json import MOST_JSON_BYTES, NotFetchedError, parse_json, read_bounded
+from longctx.untrusted.untrusted_schema import (
+    HASH,
+    NAME,
+    anything,
+    choice_of,
+    integer_between,
+    list_of,
+    mapping,
+    record,
+    text,
+)
 
 FORMAT = "longctx-shards"
-VERSION, LATER_VERSION = 1, 2
+VERSION, VERSION_WITH_TARGETS = 1, 2
 """Versions for a folder of texts, and for one that records target tokens or contains pairs."""
 MANIFEST_FILE = "manifest.json"
 LIST_OF_BEFORE = "exclusions.json"
@@ -97,7 +107,7 @@ class Manifest:
         return self.text_bytes / self.tokens
 
     @property
-    def counted(self) -> int:
+    def num_targets(self) -> int:
         """Target tokens, if the folder records them; 0 if every token is a target."""
         return sum(entry.counted for entry in self.shards)
 
@@ -120,8 +130,8 @@ class Manifest:
     def version(self) -> int:
         """Format version."""
         # Readers of version 1 would train on every token in these folders, so they must refuse them.
-        if self.counted or self.source_tokens:
-            return LATER_VERSION
+        if self.num_targets or self.source_tokens:
+            return VERSION_WITH_TARGETS
         return VERSION
 
     @property
@@ -131,7 +141,7 @@ class Manifest:
         return {*names, *(name.removesuffix(".arrow") + ".sums" for name in names)}
 
     @property
-    def has_sums(self) -> bool:
+    def has_block_checksum(self) -> bool:
         """True if every shard has block checksums, so that reads can be verified."""
         return all(entry.sums for entry in self.shards)
 
@@ -169,13 +179,13 @@ class Manifest:
                 "all shards; to leave those that it names out for good, remove it and give "
                 f"`longctx data build --without SHARD --output {folder}`."
             )
-        body = read_object(path)
+        body = read_json_object(path)
         if body.get("format") != FORMAT:
             raise DataError(f"{path} is not a shard manifest (format={body.get('format')!r}, wanted {FORMAT!r}).")
-        if body.get("version") not in (VERSION, LATER_VERSION):
+        if body.get("version") not in (VERSION, VERSION_WITH_TARGETS):
             raise DataError(
                 f"{path} has format version {body.get('version')!r}; this release reads {VERSION} and "
-                f"{LATER_VERSION}.\n"
+                f"{VERSION_WITH_TARGETS}.\n"
                 "Build the shards again with this release, or use the release that wrote them."
             )
         # The manifest contains the shards' checksums, so its own hash covers every byte in the folder.
@@ -183,7 +193,7 @@ class Manifest:
             raise DataError(f"{path} was changed after it was written (its hash does not fit). Build the shards again.")
         # The hash proves integrity, not origin: a folder may come from an untrusted source, so check every value.
         try:
-            return _checked(body)
+            return _parse_manifest(body)
         except ValueError as error:
             raise DataError(f"{path}: {error}. Take a folder that `longctx data build` wrote.") from error
 
@@ -194,7 +204,7 @@ def _without_empty(values: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value or name not in names}
 
 
-def _checked(body: dict[str, Any]) -> Manifest:
+def _parse_manifest(body: dict[str, Any]) -> Manifest:
     """Build the manifest from its JSON; raise ValueError for values that are invalid whatever the files contain."""
     _CHECK(body, "")
     version = body.pop("version")
@@ -202,7 +212,7 @@ def _checked(body: dict[str, Any]) -> Manifest:
     shards = [ShardEntry(**entry) for entry in body.pop("shards")]
     manifest = Manifest(shards=shards, **body)
     # Unlike other options, these names become file names.
-    listing(SHARD_NAME)(manifest.options.get(WITHOUT, []), f"options.{WITHOUT}")
+    list_of(SHARD_NAME)(manifest.options.get(WITHOUT, []), f"options.{WITHOUT}")
     for problem in _contradictions(manifest, version):
         raise ValueError(problem)
     return manifest
@@ -221,7 +231,7 @@ def take_hash(body: dict[str, Any]) -> bool:
 def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
     """Yield inconsistencies between values that are individually valid."""
     if manifest.version != version:
-        yield f"version={version} with {manifest.counted} counted tokens cannot be right"
+        yield f"version={version} with {manifest.num_targets} counted tokens cannot be right"
     seen: set[str] = set()
     for number, entry in enumerate(manifest.shards):
         where = f"shards[{number}]"
@@ -240,7 +250,7 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
         if entry.source_tokens and entry.source_tokens < entry.documents:
             yield f"{entry.file} cannot hold {entry.documents} pairs with {entry.source_tokens} tokens of sources"
     sums = [entry.file for entry in manifest.shards if entry.sums]
-    if sums and not manifest.has_sums:
+    if sums and not manifest.has_block_checksum:
         yield f"{sums[0]} has sums of its blocks and other shards have none"
     if len({bool(entry.source_tokens) for entry in manifest.shards}) > 1:
         yield "some shards hold pairs, and others none"
@@ -250,8 +260,8 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
 
 def _least_bytes(entry: ShardEntry) -> int:
     """Return the minimum bytes for a file's offsets and ids."""
-    sides = 2 if entry.source_tokens else 1
-    return 8 * sides * entry.documents + 2 * (entry.tokens + entry.source_tokens)
+    num_columns = 2 if entry.source_tokens else 1
+    return 8 * num_columns * entry.documents + 2 * (entry.tokens + entry.source_tokens)
 
 
 SHARD_NAME = text(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow", "name of a shard in this folder, such as 00000.arrow")
@@ -259,31 +269,37 @@ SHARD_NAME = text(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow", "name of a shard
 _MOST_IDS = 1 << 32
 # Schema for untrusted input: unknown keys and values out of range are rejected before use.
 _SHARD = record(
-    {"file": SHARD_NAME, "bytes": whole(), "xxh3_128": HASH, "documents": whole(), "tokens": whole()},
-    {"sums": HASH, "num_ids": whole(), "counted": whole(), "source_tokens": whole()},
+    {
+        "file": SHARD_NAME,
+        "bytes": integer_between(),
+        "xxh3_128": HASH,
+        "documents": integer_between(),
+        "tokens": integer_between(),
+    },
+    {"sums": HASH, "num_ids": integer_between(), "counted": integer_between(), "source_tokens": integer_between()},
 )
 _DUPLICATE_COUNTS = ("exact_documents", "exact_bytes", "near_documents", "near_bytes", "groups", "largest_group")
 _CHECK = record(
     {
-        "format": one_of((FORMAT,)),
-        "version": whole(),
-        "split": one_of(("training", "validation")),
-        "vocab_size": whole(1, _MOST_IDS),
-        "padding": whole(),
+        "format": choice_of((FORMAT,)),
+        "version": integer_between(),
+        "split": choice_of(("training", "validation")),
+        "vocab_size": integer_between(1, _MOST_IDS),
+        "padding": integer_between(),
         "tokenizer": NAME,
-        "sources": listing(mapping(NAME, anything)),
+        "sources": list_of(mapping(NAME, anything)),
         "options": mapping(NAME, anything),
-        "shards": listing(_SHARD),
-        "documents": whole(),
-        "tokens": whole(),
-        "text_bytes": whole(),
-        "length_histogram": mapping(text(r"2\^[0-9]|2\^[1-5][0-9]", "power of two, such as 2^10"), whole()),
-        "skipped": mapping(NAME, whole()),
+        "shards": list_of(_SHARD),
+        "documents": integer_between(),
+        "tokens": integer_between(),
+        "text_bytes": integer_between(),
+        "length_histogram": mapping(text(r"2\^[0-9]|2\^[1-5][0-9]", "power of two, such as 2^10"), integer_between()),
+        "skipped": mapping(NAME, integer_between()),
     },
     {
-        "inexact_documents": whole(),
+        "inexact_documents": integer_between(),
         "left_out": text(r"([0-9a-f]{32})?", "checksum of 32 hex digits"),
-        "duplicates": record(dict.fromkeys(_DUPLICATE_COUNTS, whole()), {"list": HASH}),
+        "duplicates": record(dict.fromkeys(_DUPLICATE_COUNTS, integer_between()), {"list": HASH}),
     },
 )
 
@@ -307,7 +323,7 @@ def sorted_histogram(counts: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: int(item[0].removeprefix("2^"))))
 
 
-def read_object(path: Location) -> dict[str, Any]:
+def read_json_object(path: Location) -> dict[str, Any]:
     """Return the JSON object in a file; raise ``DataError`` with the reason if there is none."""
     content = b""
     try:
@@ -322,7 +338,7 @@ def read_object(path: Location) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read ({error.strerror}).") from error
     except ValueError as error:
         if isinstance(error, NotFetchedError) or git_lfs.is_pointer(content):
-            raise DataError(f"{path} is a Git LFS pointer: {git_lfs.ADVICE}.") from error
+            raise DataError(f"{path} is a Git LFS pointer: {git_lfs.FETCH_HINT}.") from error
         raise DataError(f"{path} is damaged: it is not JSON ({error}). Build the shards again.") from error
     if not isinstance(body, dict):
         raise DataError(f"{path} is damaged: it holds no JSON object. Build the shards again.")

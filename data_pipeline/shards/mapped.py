@@ -17,29 +17,31 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from data_pipeline.shards.column import OFFSET, TokenColumn, place, wrong_offsets
+from data_pipeline.shards.block_checksum import RECOVERY_HINT, ChecksumBlocks, advise, read_checksum_file
+from data_pipeline.shards.column import OFFSET, TokenColumn, buffer_offset, offsets_error
+from data_pipeline.shards.file_states import FileState, cheapest_state, file_state, open_file_state
 from data_pipeline.shards.manifest import MANIFEST_FILE, ShardEntry
-from data_pipeline.shards.stamps import FileState, cheapest_state, file_state, opened_state
-from data_pipeline.shards.sums import ADVICE, Blocks, advise, read_sums
 from longctx.errors import DataError
 from longctx.files import check_link
 from longctx.untrusted import git_lfs
-from longctx.untrusted.reading import NotFetchedError, check_fetched
+from longctx.untrusted.strict_json import NotFetchedError, check_fetched
 
 _NAME_OFFSET = 4
 """Bytes per offset into the names."""
 SOURCE = "source_tokens"
 """Column with the source side of pairs."""
-COUNTED, PARAGRAPHS = "counted", "paragraphs"
+TARGET_RUNS, PARAGRAPHS = "counted", "paragraphs"
 """Columns with lists of int64: target token runs, and paragraph starts."""
-_SAID = {COUNTED: "counted tokens", PARAGRAPHS: "paragraphs"}
+_COLUMN_TITLES = {TARGET_RUNS: "counted tokens", PARAGRAPHS: "paragraphs"}
 _MAGIC, _CONTINUES = b"ARROW1", -1
 
 
 class MappedShard:
     """One memory-mapped file: document ``i`` is ``values[offsets[i] : offsets[i + 1]]``. Created by ``open``."""
 
-    def __init__(self, path: Path, state: FileState, blocks: Blocks, content: pa.Buffer, batch: pa.RecordBatch) -> None:
+    def __init__(
+        self, path: Path, state: FileState, blocks: ChecksumBlocks, content: pa.Buffer, batch: pa.RecordBatch
+    ) -> None:
         """Initialize the columns; raise DataError if they have wrong types or are not in the file."""
         self.path, self.state, self.state_now = path, state, cheapest_state(path)
         self._blocks = blocks
@@ -49,7 +51,7 @@ class MappedShard:
         # Read names through views and not through Arrow, which would touch unverified blocks.
         self._name_offsets = np.frombuffer(names.buffers()[1], np.int32)
         self._names = memoryview(names.buffers()[2] or b"")
-        self._name_offsets_at, self._names_at = (place(part, content, path) for part in names.buffers()[1:])
+        self._name_offsets_at, self._names_at = (buffer_offset(part, content, path) for part in names.buffers()[1:])
         self.target = TokenColumn(batch.column("tokens"), content, blocks, path)
         """Documents; for pairs the target side."""
         self.source: TokenColumn | None = None
@@ -59,7 +61,7 @@ class MappedShard:
         self.tokens = self.target.tokens
         self._lists = {
             name: _Lists(batch.column(name), content, blocks, path)
-            for name in (COUNTED, PARAGRAPHS)
+            for name in (TARGET_RUNS, PARAGRAPHS)
             if name in batch.schema.names
         }
 
@@ -73,19 +75,19 @@ class MappedShard:
         path = folder / entry.file
         # The file may have changed since the folder was opened. Check before mapping, so that a file swapped in between
         # is detected by the next check.
-        state = check_size(folder, entry, opened_state)
+        state = check_shard_size(folder, entry, open_file_state)
         sums = None
         if verify and entry.sums:
-            sums = read_sums(folder, entry)
+            sums = read_checksum_file(folder, entry)
         try:
             content = _map(path, entry.bytes)
             advise(content, mmap.MADV_RANDOM)
-            blocks = Blocks(content, sums, path)
+            blocks = ChecksumBlocks(content, sums, path)
             if sums is not None:
                 _check_metadata(memoryview(content), blocks)
             shard = cls(path, state, blocks, content, pa.ipc.open_file(content).get_batch(0))
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-            raise unreadable(path, error) from error
+            raise read_error(path, error) from error
         shard._check_counts(entry)
         return shard
 
@@ -100,53 +102,55 @@ class MappedShard:
         self._blocks.check(at, at + 2 * _NAME_OFFSET)
         start, stop = int(self._name_offsets[row]), int(self._name_offsets[row + 1])
         if not 0 <= start <= stop <= len(self._names):
-            raise wrong_offsets(self.path)
+            raise offsets_error(self.path)
         self._blocks.check(self._names_at + start, self._names_at + stop)
         try:
             return bytes(self._names[start:stop]).decode()
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.path} is damaged: a name is no text ({error.reason}). {ADVICE}") from error
+            raise DataError(f"{self.path} is damaged: a name is no text ({error.reason}). {RECOVERY_HINT}") from error
 
-    def counted(self, row: int) -> np.ndarray | None:
-        """Return a document's target runs, as in ``EncodedDocument.counted``; None if all tokens are targets."""
-        if COUNTED not in self._lists:
+    def target_runs(self, row: int) -> np.ndarray | None:
+        """Return a document's target runs, as in ``EncodedDocument.target_runs``; None if all tokens are targets."""
+        if TARGET_RUNS not in self._lists:
             return None
-        bounds = self._lists[COUNTED].of(row)
+        bounds = self._lists[TARGET_RUNS].of(row)
         if len(bounds) % 2 or not self._ascends(bounds, row):
-            raise DataError(f"{self.path} is damaged: its counted tokens are no runs of its documents. {ADVICE}")
+            raise DataError(f"{self.path} is damaged: its counted tokens are no runs of its documents. {RECOVERY_HINT}")
         return bounds
 
     def paragraphs(self, row: int) -> np.ndarray:
         """Return the start of each of a document's paragraphs but the first, in a folder that keeps them."""
-        places = self._lists[PARAGRAPHS].of(row)
-        if not self._ascends(places, row):
-            raise DataError(f"{self.path} is damaged: its paragraphs do not lie in its documents. {ADVICE}")
-        return places
+        positions = self._lists[PARAGRAPHS].of(row)
+        if not self._ascends(positions, row):
+            raise DataError(f"{self.path} is damaged: its paragraphs do not lie in its documents. {RECOVERY_HINT}")
+        return positions
 
-    def _ascends(self, places: np.ndarray, row: int) -> bool:
+    def _ascends(self, positions: np.ndarray, row: int) -> bool:
         """Return whether a document's token positions are strictly ascending and within its length."""
         length = int(self.target.offsets[row + 1] - self.target.offsets[row])
-        return bool((np.diff(places, prepend=-1) > 0).all()) and (not len(places) or places[-1] <= length)
+        return bool((np.diff(positions, prepend=-1) > 0).all()) and (not len(positions) or positions[-1] <= length)
 
-    def strange_sources(self, sources: int) -> int | None:
+    def find_invalid_source(self, sources: int) -> int | None:
         """Return a ``source`` value that is not below ``sources``, if any; do not check if ``sources`` is 0."""
         column = self._batch.column("source").to_numpy(zero_copy_only=False)
-        strange = column[(column < 0) | (column >= sources)]
-        if not sources or not len(strange):
+        invalid = column[(column < 0) | (column >= sources)]
+        if not sources or not len(invalid):
             return None
-        return int(strange[0])
+        return int(invalid[0])
 
     def _check_counts(self, entry: ShardEntry) -> None:
         """Raise DataError unless document and token counts match the manifest."""
-        if bool(entry.counted) > (COUNTED in self._lists):
-            raise DataError(f"{self.path} says of no token that it counts, and {MANIFEST_FILE} of some. {ADVICE}")
+        if bool(entry.counted) > (TARGET_RUNS in self._lists):
+            raise DataError(
+                f"{self.path} says of no token that it counts, and {MANIFEST_FILE} of some. {RECOVERY_HINT}"
+            )
         has_source = self.source is not None and self.source.has(entry.documents, entry.source_tokens)
         if not self.target.has(entry.documents, entry.tokens) or has_source != bool(entry.source_tokens):
-            beside = ""
+            sources_note = ""
             if entry.source_tokens:
-                beside = f", and {entry.source_tokens} of their sources,"
+                sources_note = f", and {entry.source_tokens} of their sources,"
             raise DataError(
-                f"{self.path} does not hold the {entry.documents} documents and {entry.tokens} tokens{beside} "
+                f"{self.path} does not hold the {entry.documents} documents and {entry.tokens} tokens{sources_note} "
                 f"that {MANIFEST_FILE} lists. Build the folder again."
             )
 
@@ -154,12 +158,12 @@ class MappedShard:
 class _Lists:
     """Column with lists of int64."""
 
-    def __init__(self, column: pa.Array, content: pa.Buffer, blocks: Blocks, path: Path) -> None:
+    def __init__(self, column: pa.Array, content: pa.Buffer, blocks: ChecksumBlocks, path: Path) -> None:
         self._blocks, self._path = blocks, path
         self._offsets = column.offsets.to_numpy(zero_copy_only=True)
         self._values = column.values.to_numpy(zero_copy_only=True)
         buffers = (column.offsets.buffers()[1], column.values.buffers()[1])
-        self._offsets_at, self._values_at = (place(part, content, path) for part in buffers)
+        self._offsets_at, self._values_at = (buffer_offset(part, content, path) for part in buffers)
 
     def of(self, row: int) -> np.ndarray:
         """Return a row's list, as a view."""
@@ -167,12 +171,12 @@ class _Lists:
         self._blocks.check(at, at + 2 * OFFSET)
         start, stop = int(self._offsets[row]), int(self._offsets[row + 1])
         if not 0 <= start <= stop <= len(self._values):
-            raise wrong_offsets(self._path)
+            raise offsets_error(self._path)
         self._blocks.check(self._values_at + 8 * start, self._values_at + 8 * stop)
         return self._values[start:stop]
 
 
-def check_size(folder: Path, entry: ShardEntry, state_of: Callable[[Path], FileState] = file_state) -> FileState:
+def check_shard_size(folder: Path, entry: ShardEntry, state_of: Callable[[Path], FileState] = file_state) -> FileState:
     """Return a shard's file state.
 
     Raises DataError if its size differs from the manifest's, or if it is a link out of the folder.
@@ -183,11 +187,11 @@ def check_size(folder: Path, entry: ShardEntry, state_of: Callable[[Path], FileS
             check_link(folder, entry.file)
         state = state_of(path)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise read_error(path, error) from error
     if state[0] != entry.bytes:
         if _is_pointer(path):
-            raise DataError(f"{path} is a Git LFS pointer: {git_lfs.ADVICE}.")
-        raise DataError(f"{path} has {state[0]} bytes where {MANIFEST_FILE} says {entry.bytes}. {ADVICE}")
+            raise DataError(f"{path} is a Git LFS pointer: {git_lfs.FETCH_HINT}.")
+        raise DataError(f"{path} has {state[0]} bytes where {MANIFEST_FILE} says {entry.bytes}. {RECOVERY_HINT}")
     return state
 
 
@@ -202,11 +206,11 @@ def _is_pointer(path: Path) -> bool:
     return False
 
 
-def unreadable(path: Path, error: Exception) -> DataError:
+def read_error(path: Path, error: Exception) -> DataError:
     """Return the error for a file that is missing or not a shard."""
     if isinstance(error, FileNotFoundError):
-        return DataError(f"{path} is missing, though {MANIFEST_FILE} lists it. {ADVICE}")
-    return DataError(f"{path} cannot be read as an Arrow shard ({error}). {ADVICE}")
+        return DataError(f"{path} is missing, though {MANIFEST_FILE} lists it. {RECOVERY_HINT}")
+    return DataError(f"{path} cannot be read as an Arrow shard ({error}). {RECOVERY_HINT}")
 
 
 def _map(path: Path, size: int) -> pa.Buffer:
@@ -224,20 +228,20 @@ def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
     """Raise DataError or an Arrow error unless the columns are a shard's and their buffers are long enough."""
     tokens, names = batch.column("tokens"), batch.column("name")
     if tokens.type not in (pa.large_list(pa.uint16()), pa.large_list(pa.uint32())) or names.type != pa.string():
-        raise DataError(f"{path} is no shard: its tokens are {tokens.type}, its names {names.type}. {ADVICE}")
+        raise DataError(f"{path} is no shard: its tokens are {tokens.type}, its names {names.type}. {RECOVERY_HINT}")
     if batch.schema.field("source").type != pa.int16() or any(column.null_count for column in batch.columns):
-        raise DataError(f"{path} is no shard: its sources are no int16, or a value is missing. {ADVICE}")
+        raise DataError(f"{path} is no shard: its sources are no int16, or a value is missing. {RECOVERY_HINT}")
     if SOURCE in batch.schema.names and batch.column(SOURCE).type != tokens.type:
-        raise DataError(f"{path} is no shard: its sources' tokens are {batch.column(SOURCE).type}. {ADVICE}")
-    for name in (COUNTED, PARAGRAPHS):
+        raise DataError(f"{path} is no shard: its sources' tokens are {batch.column(SOURCE).type}. {RECOVERY_HINT}")
+    for name in (TARGET_RUNS, PARAGRAPHS):
         if name in batch.schema.names and batch.column(name).type != pa.large_list(pa.int64()):
-            said = f"{_SAID[name]} are {batch.column(name).type}"
-            raise DataError(f"{path} is no shard: its {said}. {ADVICE}")
+            problem = f"{_COLUMN_TITLES[name]} are {batch.column(name).type}"
+            raise DataError(f"{path} is no shard: its {problem}. {RECOVERY_HINT}")
     # Check that each buffer is as long as its column requires: numpy would read past a shorter one.
     batch.validate()
 
 
-def _check_metadata(content: memoryview, blocks: Blocks) -> None:
+def _check_metadata(content: memoryview, blocks: ChecksumBlocks) -> None:
     """Verify the blocks that Arrow reads when it opens a file: two messages at the start, and the footer.
 
     Raises ValueError if their layout is not what the writer produces.

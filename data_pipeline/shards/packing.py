@@ -14,10 +14,10 @@ from typing import Any
 import xxhash
 import zstandard
 
-from data_pipeline.shards.manifest import SHARD_NAME, Manifest, hash_json, read_object, take_hash
+from data_pipeline.shards.manifest import SHARD_NAME, Manifest, hash_json, read_json_object, take_hash
 from data_pipeline.stores.urls import Location
 from longctx.errors import DataError
-from longctx.untrusted.schema import HASH, listing, record, text, whole
+from longctx.untrusted.untrusted_schema import HASH, integer_between, list_of, record, text
 
 PACKED_FILE = "packed.json"
 FORMAT = "longctx-packed-1"
@@ -27,11 +27,11 @@ _SHARD = record(
     {
         "shard": SHARD_NAME,
         "file": text(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow\.zst", "name of a packed shard in this folder"),
-        "bytes": whole(),
+        "bytes": integer_between(),
         "xxh3_128": HASH,
     }
 )
-_CHECK = record({"manifest": HASH, "shards": listing(_SHARD)})
+_CHECK = record({"manifest": HASH, "shards": list_of(_SHARD)})
 _READ_BYTES = 1 << 22
 
 
@@ -63,21 +63,21 @@ class PackedFolder:
     def load(cls, folder: Location, manifest: Manifest) -> PackedFolder:
         """Read and check ``packed.json``; raise DataError if it is damaged, edited, or belongs to another manifest."""
         path = folder / PACKED_FILE
-        body = read_object(path)
+        body = read_json_object(path)
         if not take_hash(body) or body.pop("format", None) != FORMAT or body.pop("compression", None) != "zstd":
-            raise DataError(f"{path} was changed, or is of another release. {_ADVICE}")
+            raise DataError(f"{path} was changed, or is of another release. {_REPACK_HINT}")
         # A valid hash does not prove origin: a name that leads elsewhere would read other files.
         try:
             _CHECK(body, "")
         except ValueError as error:
-            raise DataError(f"{path}: {error}. {_ADVICE}") from error
+            raise DataError(f"{path}: {error}. {_REPACK_HINT}") from error
         shards = [PackedShard(**entry) for entry in body.pop("shards")]
         packing = cls(shards=shards, **body)
         # Both files are intact even if a copy has mixed two folders, so compare the hashes.
         if packing.manifest != manifest.hash:
-            raise DataError(f"{path} belongs to another manifest than the one beside it. {_ADVICE}")
+            raise DataError(f"{path} belongs to another manifest than the one beside it. {_REPACK_HINT}")
         if [entry.shard for entry in shards] != [entry.file for entry in manifest.shards]:
-            raise DataError(f"{path} does not list the shards of the manifest. {_ADVICE}")
+            raise DataError(f"{path} does not list the shards of the manifest. {_REPACK_HINT}")
         return packing
 
     def of(self, shard: str) -> PackedShard:
@@ -85,7 +85,7 @@ class PackedFolder:
         return next(entry for entry in self.shards if entry.shard == shard)
 
 
-_ADVICE = "Pack the folder again with `longctx data pack`."
+_REPACK_HINT = "Pack the folder again with `longctx data pack`."
 
 
 def pack_shard(path: Path, to: Path, *, level: int) -> PackedShard:

@@ -7,11 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.shards.copies import LocalCopy, unlisted
+from data_pipeline.shards.block_checksum import (
+    RECOVERY_HINT,
+    checksum_blocks,
+    checksum_error,
+    mismatched_ranges,
+    read_checksum_file,
+)
+from data_pipeline.shards.local_copies import LocalCopy, extra_files
 from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, length_histogram
-from data_pipeline.shards.mapped import MappedShard, check_size
-from data_pipeline.shards.sums import ADVICE, damaged_blocks, damaged_ranges, read_sums, sum_blocks
-from data_pipeline.shards.writer import token_dtype
+from data_pipeline.shards.mapped import MappedShard, check_shard_size
+from data_pipeline.shards.shard_writer import token_dtype
 from longctx.errors import DataError
 
 _TOKENS = 1 << 22
@@ -33,10 +39,10 @@ def shard_problems(
     each shard is fetched for the check and removed again, so that only one takes space at a time.
     """
     if copy is None:
-        strange = [folder / name for name in unlisted(folder, manifest)]
+        extra_paths = [folder / name for name in extra_files(folder, manifest)]
     else:
-        strange = [copy.origin / name for name in copy.unlisted()]
-    for path in strange:
+        extra_paths = [copy.origin / name for name in copy.extra_files()]
+    for path in extra_paths:
         yield f"{path} is not listed in the manifest."
     documents = tokens = 0
     lengths: list[np.ndarray] = []
@@ -44,11 +50,11 @@ def shard_problems(
         documents += entry.documents
         tokens += entry.tokens
         # Report every damaged file, not only the first.
-        damage = list(_damage(folder, entry, copy))
-        yield from damage
+        checksum_problems = list(_checksum_problems(folder, entry, copy))
+        yield from checksum_problems
         # Damaged offsets would give misleading content errors.
-        if not damage:
-            yield from _wrong_content(folder, manifest, entry, padding, lengths)
+        if not checksum_problems:
+            yield from _content_problems(folder, manifest, entry, padding, lengths)
         # Keep only one shard on disk at a time.
         if copy is not None:
             copy.drop(entry)
@@ -56,43 +62,43 @@ def shard_problems(
     if (documents, tokens) != (manifest.documents, manifest.tokens):
         yield f"{folder}: the shards' documents and tokens do not add up to the manifest's totals."
     elif len(lengths) == len(manifest.shards):
-        counted = length_histogram(np.concatenate([np.empty(0, np.int64), *lengths]))
-        if counted != manifest.length_histogram:
+        actual_lengths = length_histogram(np.concatenate([np.empty(0, np.int64), *lengths]))
+        if actual_lengths != manifest.length_histogram:
             yield f"{folder}: the documents do not have the lengths that {MANIFEST_FILE} counts."
 
 
-def _damage(folder: Path, entry: ShardEntry, copy: LocalCopy | None) -> Iterator[str]:
+def _checksum_problems(folder: Path, entry: ShardEntry, copy: LocalCopy | None) -> Iterator[str]:
     """Yield the damaged ranges in a file or in its block checksums."""
     path = folder / entry.file
     try:
         if copy is not None:
-            copy.bring(entry)
-        check_size(folder, entry)
-        whole, sums = sum_blocks(path)
+            copy.fetch(entry)
+        check_shard_size(folder, entry)
+        whole, sums = checksum_blocks(path)
     except DataError as error:
         yield str(error)
         return
     except OSError as error:
-        yield f"{path} cannot be read ({error.strerror or error}). {ADVICE}"
+        yield f"{path} cannot be read ({error.strerror or error}). {RECOVERY_HINT}"
         return
     ranges: list[tuple[int, int]] = []
     if entry.sums:
         try:
-            listed = read_sums(folder, entry)
+            expected = read_checksum_file(folder, entry)
         except DataError as error:
             yield str(error)
         else:
-            if len(listed) == len(sums):
-                ranges = damaged_ranges(sums, listed, entry.bytes)
+            if len(expected) == len(sums):
+                ranges = mismatched_ranges(sums, expected, entry.bytes)
     for begin, end in ranges[:_SHOWN]:
-        yield str(damaged_blocks(path, begin, end))
+        yield str(checksum_error(path, begin, end))
     if len(ranges) > _SHOWN:
         yield f"{path} is damaged in {len(ranges) - _SHOWN} more places."
     if not ranges and whole != entry.xxh3_128:
-        yield f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {ADVICE}"
+        yield f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {RECOVERY_HINT}"
 
 
-def _wrong_content(
+def _content_problems(
     folder: Path, manifest: Manifest, entry: ShardEntry, padding: int | None, lengths: list[np.ndarray]
 ) -> Iterator[str]:
     """Yield problems in a file with a matching checksum; append its documents' lengths to ``lengths``."""
@@ -104,19 +110,19 @@ def _wrong_content(
         lengths.append(found)
         if shard.source is not None:
             shard.source.lengths_of(np.arange(entry.documents))
-        counted = 0
+        num_targets = 0
         for row in range(entry.documents):
             shard.name(row)
             if manifest.has_paragraphs:
                 shard.paragraphs(row)
-            bounds = shard.counted(row)
+            bounds = shard.target_runs(row)
             if bounds is not None:
-                counted += int(bounds[1::2].sum() - bounds[::2].sum())
+                num_targets += int(bounds[1::2].sum() - bounds[::2].sum())
     except DataError as error:
         yield str(error)
         return
-    if counted != entry.counted:
-        yield f"{path} says of {counted} tokens that they count, and {MANIFEST_FILE} of {entry.counted}."
+    if num_targets != entry.counted:
+        yield f"{path} says of {num_targets} tokens that they count, and {MANIFEST_FILE} of {entry.counted}."
     largest = 0
     for column in (shard.target, shard.source):
         if column is None:
@@ -137,6 +143,6 @@ def _wrong_content(
         yield f"{path} holds id {largest}, outside the vocabulary of {manifest.vocab_size}."
     elif entry.num_ids and entry.num_ids != largest + 1:
         yield f"{path} holds ids up to {largest}, and {MANIFEST_FILE} says num_ids={entry.num_ids}."
-    strange = shard.strange_sources(len(manifest.sources))
-    if strange is not None:
-        yield f"{path} holds documents of source {strange}, and {MANIFEST_FILE} lists {len(manifest.sources)}."
+    invalid_source = shard.find_invalid_source(len(manifest.sources))
+    if invalid_source is not None:
+        yield f"{path} holds documents of source {invalid_source}, and {MANIFEST_FILE} lists {len(manifest.sources)}."

@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from data_pipeline.shards.block_checksum import RECOVERY_HINT
 from data_pipeline.shards.column import TokenColumn
-from data_pipeline.shards.copies import LocalCopy, open_folder
+from data_pipeline.shards.local_copies import LocalCopy, open_folder
 from data_pipeline.shards.manifest import Manifest, ShardEntry
-from data_pipeline.shards.mapped import MappedShard, check_size, unreadable
-from data_pipeline.shards.sums import ADVICE
+from data_pipeline.shards.mapped import MappedShard, check_shard_size, read_error
 from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
-from longctx.tokenizer.rows import without_row
+from longctx.tokenizer.embedding_rows import without_row
 
 Side = Literal["target", "source"]
 """Side of a pair: the predicted target, or the source that an encoder reads. Documents without a source are targets."""
@@ -50,14 +50,14 @@ class ShardSet:
         self.folder, self.manifest, self.padding, self.first_documents = folder, manifest, manifest.padding, (0,)
         self.copy = copy
         """Copy that fetches the shards in ``folder`` on use; None if the folder is mapped in place."""
-        self.verifies_reads = verify and manifest.has_sums
+        self.verifies_reads = verify and manifest.has_block_checksum
         """True if reads are verified. Folders from earlier releases have no block checksums."""
         self._max_mapped = max_mapped
         self._mapped, self._lock = OrderedDict[int, MappedShard](), threading.Lock()
         if copy is None:
             for entry in manifest.shards:
                 # Cheap, and sufficient to detect a truncated copy.
-                check_size(folder, entry)
+                check_shard_size(folder, entry)
         self._first_document = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
         self.num_documents = self._first_document[-1]
         self.num_tokens = sum(entry.tokens for entry in manifest.shards)
@@ -114,27 +114,27 @@ class ShardSet:
     def slices(self, pieces: Iterable[tuple[int, int, int]], side: Side = "target") -> list[np.ndarray]:
         """Return ``slice`` for each piece (document, start, stop), after ``check_files``: each file is checked once."""
         found: list[np.ndarray] = []
-        first_document, checked = self._first_document, dict[int, Callable[[int, int, int], np.ndarray]]()
+        first_document, readers = self._first_document, dict[int, Callable[[int, int, int], np.ndarray]]()
         for document, start, stop in pieces:
             number = bisect.bisect_right(first_document, document) - 1
             # Check and map each file once per call; the closure then reads without a lock.
-            tokens_of = checked.get(number)
+            tokens_of = readers.get(number)
             if tokens_of is None:
-                tokens_of = checked[number] = _column(self._current(number), side).tokens
+                tokens_of = readers[number] = _column(self._current(number), side).tokens
             found.append(tokens_of(document - first_document[number], start, stop))
         return found
 
     @property
     def is_masked(self) -> bool:
         """True if the folder records target tokens."""
-        return bool(self.manifest.counted)
+        return bool(self.manifest.num_targets)
 
-    def counted(self, index: int) -> np.ndarray | None:
-        """Return the target runs in document ``index``, as in ``EncodedDocument.counted``; None if all tokens are
+    def target_runs(self, index: int) -> np.ndarray | None:
+        """Return the target runs in document ``index``, as in ``EncodedDocument.target_runs``; None if all tokens are
         targets.
         """
         shard, row = self._find(index)
-        return shard.counted(row)
+        return shard.target_runs(row)
 
     def paragraphs(self, index: int) -> np.ndarray:
         """Return the start of each paragraph in document ``index`` but the first, in a folder that keeps them."""
@@ -179,7 +179,7 @@ class ShardSet:
         if number < 0:
             raise IndexError("documents are numbered from 0")
         shard = self._mapped.get(number)
-        if shard is not None and not _is_unchanged(shard, self.manifest.shards[number]):
+        if shard is not None and not _is_current(shard, self.manifest.shards[number]):
             # The file was written to, so verified blocks may have changed: map and verify it again.
             with self._lock:
                 self._mapped.pop(number, None)
@@ -208,7 +208,7 @@ class SourceSide:
         """Return the sources' tokens, as ``ShardSet.slices`` does."""
         return self._shards.slices(pieces, "source")
 
-    def counted(self, index: int) -> None:
+    def target_runs(self, index: int) -> None:
         """Return None: source tokens are never predicted."""
 
 
@@ -257,7 +257,7 @@ def _open_shard(shards: ShardSet, number: int) -> MappedShard:
     """Map one file, after fetching it if the folder is a copy."""
     entry = shards.manifest.shards[number]
     if shards.copy is not None:
-        shards.copy.bring(entry)
+        shards.copy.fetch(entry)
     return MappedShard.open(shards.folder, entry, verify=shards.verifies_reads)
 
 
@@ -274,17 +274,18 @@ def manifest_tokenizer(folder: Path, manifest: Manifest, rows: int | None = None
     return tokenizer
 
 
-def _is_unchanged(shard: MappedShard, entry: ShardEntry) -> bool:
+def _is_current(shard: MappedShard, entry: ShardEntry) -> bool:
     """Return whether a file is as it was mapped; raise DataError if it was replaced, resized or removed."""
     try:
         state = shard.state_now(shard.path)
     except OSError as error:
-        raise unreadable(shard.path, error) from error
+        raise read_error(shard.path, error) from error
     if state == shard.state:
         return True
     if state[0] != entry.bytes:
         raise DataError(
-            f"{shard.path} changed while it was being read: it has {state[0]} bytes and had {entry.bytes}. {ADVICE}"
+            f"{shard.path} changed while it was being read: it has {state[0]} bytes and had {entry.bytes}. "
+            f"{RECOVERY_HINT}"
         )
     # A new inode: the mapping still shows the old file, and going on would mix two versions of the data.
     if state[3] != shard.state[3]:
@@ -347,15 +348,15 @@ class Corpus:
         """Return ``ShardSet.slices`` for documents in any folder."""
         # Call each folder once with its pieces, and record their positions in the full list.
         own: dict[int, list[tuple[int, int, int]]] = {}
-        places: dict[int, list[int]] = {}
+        positions: dict[int, list[int]] = {}
         place = -1
         for place, (document, start, stop) in enumerate(pieces):
             number = self.folder_of(document)
             own.setdefault(number, []).append((document - self.first_document[number], start, stop))
-            places.setdefault(number, []).append(place)
+            positions.setdefault(number, []).append(place)
         found: list[Any] = [None] * (place + 1)
         for number, of_folder in own.items():
-            for place, tokens in zip(places[number], self.folders[number].slices(of_folder), strict=True):
+            for place, tokens in zip(positions[number], self.folders[number].slices(of_folder), strict=True):
                 found[place] = tokens
         return found
 
@@ -364,10 +365,10 @@ class Corpus:
         """True if one of the folders records target tokens."""
         return any(shards.is_masked for shards in self.folders)
 
-    def counted(self, index: int) -> np.ndarray | None:
-        """Return ``ShardSet.counted`` for a document in any folder."""
+    def target_runs(self, index: int) -> np.ndarray | None:
+        """Return ``ShardSet.target_runs`` for a document in any folder."""
         number = self.folder_of(index)
-        return self.folders[number].counted(index - self.first_document[number])
+        return self.folders[number].target_runs(index - self.first_document[number])
 
     def name(self, document: int) -> str:
         """Return a document's name in its source."""

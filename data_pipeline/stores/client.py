@@ -41,7 +41,7 @@ _READ_BYTES = 4 << 20
 _SENT_BYTES = 16 << 20
 _ATTEMPTS = 5
 _CONNECT_SECONDS = 10
-_GIVE_UP_SECONDS, _GIVE_UP_SECONDS_OF_GOOGLES = 60, 20
+_S3_TIMEOUT_SECONDS, _GCS_RETRY_SECONDS = 60, 20
 """Timeout without a received byte. AWS's default, three seconds, is too short for a busy store or host. Google's client
 retries for this long, and may request keys first."""
 _GOOGLES = re.compile(r"with a last message of (.*?) error_info=")
@@ -50,7 +50,7 @@ _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 
 
 @contextlib.contextmanager
-def explained(path: ObjectKey) -> Iterator[None]:
+def store_errors(path: ObjectKey) -> Iterator[None]:
     """Convert store errors to a DataError that names the object and suggests a fix.
 
     FileNotFoundError passes through: the caller may expect a missing object.
@@ -62,7 +62,7 @@ def explained(path: ObjectKey) -> Iterator[None]:
     except Exception as error:
         # Catch every class: Arrow's errors derive from those in two third-party libraries.
         raise DataError(
-            f"{path} cannot be reached: {_without_secrets(str(error))}\n{_advice(path, str(error))}"
+            f"{path} cannot be reached: {_without_secrets(str(error))}\n{_hint(path, str(error))}"
         ) from None
 
 
@@ -71,7 +71,7 @@ def open_object(path: ObjectKey) -> BinaryIO:
 
     Later read errors are DataErrors.
     """
-    with explained(path):
+    with store_errors(path):
         native = _client(path).open_input_file(_inner(path))
     return cast(BinaryIO, io.BufferedReader(_ObjectFile(path, native), buffer_size=_READ_BYTES))
 
@@ -100,12 +100,12 @@ def is_folder(path: ObjectKey) -> bool:
 
 def list_objects(folder: ObjectKey) -> dict[str, int]:
     """Return object sizes in bytes by relative path; empty if the folder does not exist."""
-    return {name: size for name, size in _listed(folder, recursive=True) if size is not None}
+    return {name: size for name, size in _list_entries(folder, recursive=True) if size is not None}
 
 
 def list_names(folder: ObjectKey) -> list[str]:
     """Return the sorted names directly inside a folder."""
-    return sorted(name for name, _ in _listed(folder, recursive=False))
+    return sorted(name for name, _ in _list_entries(folder, recursive=False))
 
 
 def upload(file: Path, to: ObjectKey, *, each: Callable[[bytes], None] | None = None) -> None:
@@ -130,7 +130,7 @@ def write_object(to: ObjectKey, content: bytes) -> None:
 def _written(to: ObjectKey) -> Iterator[Any]:
     try:
         # Without ``compression=None``, Arrow would compress by file suffix, and a .zst file twice.
-        with explained(to), _client(to).open_output_stream(_inner(to), compression=None) as sink:
+        with store_errors(to), _client(to).open_output_stream(_inner(to), compression=None) as sink:
             yield sink
     except FileNotFoundError as error:
         raise DataError(f"{to} cannot be written: there is no bucket {to.bucket}. Make it, or name another.") from error
@@ -138,7 +138,7 @@ def _written(to: ObjectKey) -> Iterator[Any]:
 
 def remove(path: ObjectKey) -> None:
     """Remove an object if it exists."""
-    with explained(path), contextlib.suppress(FileNotFoundError):
+    with store_errors(path), contextlib.suppress(FileNotFoundError):
         _client(path).delete_file(_inner(path))
 
 
@@ -156,19 +156,19 @@ class _ObjectFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fill ``buffer`` with the next bytes and return their number; 0 at the end."""
-        with self._explained():
+        with self._read_errors():
             block = self._native.read(len(buffer))
         buffer[: len(block)] = block
         return len(block)
 
     def readall(self) -> bytes:
         """Return the remaining bytes in one request; Python's default reads 8 KiB at a time."""
-        with self._explained():
+        with self._read_errors():
             return self._native.read()
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Move to a byte offset without a request to the store."""
-        with self._explained():
+        with self._read_errors():
             self._native.seek(offset, whence)
             return self._native.tell()
 
@@ -182,9 +182,9 @@ class _ObjectFile(io.RawIOBase):
         super().close()
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _read_errors(self) -> Iterator[None]:
         try:
-            with explained(self._path):
+            with store_errors(self._path):
                 yield
         except FileNotFoundError as error:
             raise DataError(f"{self._path} was removed while it was read.") from error
@@ -196,22 +196,22 @@ def _inner(path: ObjectKey) -> str:
 
 
 def _info(path: ObjectKey) -> pafs.FileInfo:
-    with explained(path):
+    with store_errors(path):
         return _client(path).get_file_info(_inner(path))
 
 
-def _listed(folder: ObjectKey, *, recursive: bool) -> list[tuple[str, int | None]]:
+def _list_entries(folder: ObjectKey, *, recursive: bool) -> list[tuple[str, int | None]]:
     """Return relative paths and sizes in bytes for everything below a folder; folders have size None."""
     import pyarrow.fs as pafs
 
     selector = pafs.FileSelector(_inner(folder), allow_not_found=True, recursive=recursive)
-    with explained(folder):
+    with store_errors(folder):
         found = _client(folder).get_file_info(selector)
     begin = len(_inner(folder)) + 1
     sizes = {True: lambda info: info.size, False: lambda info: None}
-    listed = [(info.path[begin:], sizes[info.is_file](info)) for info in found]
+    entries = [(info.path[begin:], sizes[info.is_file](info)) for info in found]
     # Web consoles create an empty object to show a folder.
-    return [(name, size) for name, size in listed if name and not name.endswith("/")]
+    return [(name, size) for name, size in entries if name and not name.endswith("/")]
 
 
 def _client(path: ObjectKey) -> pafs.FileSystem:
@@ -229,12 +229,10 @@ def _connected(scheme: str, bucket: str, process: int) -> pafs.FileSystem:
             return pafs.S3FileSystem(
                 retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS),
                 connect_timeout=_CONNECT_SECONDS,
-                request_timeout=_GIVE_UP_SECONDS,
+                request_timeout=_S3_TIMEOUT_SECONDS,
                 **_s3_options(bucket),
             )
-        return pafs.GcsFileSystem(
-            retry_time_limit=datetime.timedelta(seconds=_GIVE_UP_SECONDS_OF_GOOGLES), **_gcs_options()
-        )
+        return pafs.GcsFileSystem(retry_time_limit=datetime.timedelta(seconds=_GCS_RETRY_SECONDS), **_gcs_options())
     except (ImportError, AttributeError) as error:
         raise DataError(
             f"this pyarrow was built without its client of {scheme}:// ({error}).\n"
@@ -289,7 +287,7 @@ def _without_secrets(message: str) -> str:
     return message.strip().splitlines()[0] if message.strip() else "the store gives no reason"
 
 
-def _advice(path: ObjectKey, message: str) -> str:
+def _hint(path: ObjectKey, message: str) -> str:
     """Suggest what to check."""
     keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (AWS_NO_SIGN_REQUEST=yes for a public bucket)"
     network = "Is the network up, and is AWS_ENDPOINT_URL right?"

@@ -109,10 +109,10 @@ def _object_path(spec: str, scheme: str, rest: str) -> ObjectPath:
     names = key.strip("/").split("/")
     if key.strip("/") and any(name in ("", ".", "..") for name in names):
         raise DataError(f"{spec}: a path in a store has no empty name, . or .. in it. Write it out.")
-    strange = re.search(r"[\x00-\x1f\x7f?#*\\]", key)
-    if strange is not None:
+    invalid = re.search(r"[\x00-\x1f\x7f?#*\\]", key)
+    if invalid is not None:
         raise DataError(
-            f"{spec!r} has {strange[0]!r} in it, which the URL of a store may not have. Name a folder or an "
+            f"{spec!r} has {invalid[0]!r} in it, which the URL of a store may not have. Name a folder or an "
             "object; an endpoint belongs into AWS_ENDPOINT_URL, patterns into --include."
         )
     return ObjectPath(scheme, bucket, key.strip("/"))

@@ -10,17 +10,17 @@ from typing import Any
 
 from data_pipeline.stores.client import written_at
 from data_pipeline.stores.urls import ObjectPath
-from launcher.checkpoint.folder import checkpoint_section, problems_of
-from launcher.checkpoint.load import check_training
+from launcher.checkpoint.checkpoint_store import CheckpointStore, StoredCheckpoint
+from launcher.checkpoint.load_checkpoint import check_training
 from launcher.checkpoint.names import step_of
-from launcher.checkpoint.retention import Candidate, Retention, is_proved
-from launcher.checkpoint.store import Store, StoredCheckpoint
-from launcher.config.sections import CheckpointSection
+from launcher.checkpoint.resume import checkpoint_section, problems_of
+from launcher.checkpoint.retention import Retention, RetentionCandidate, is_stable
+from launcher.config.config_sections import CheckpointSection
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, list_checkpoints
-from longctx.conversion.checks import check_model, check_tensors
+from longctx.conversion.checkpoint_checks import check_checkpoint_tensors, check_manifest_tensors
 from longctx.errors import CheckpointError, LongCtxError
 
-PROVED, WHOLE, DAMAGED = "proved", "whole", "damaged"
+STABLE, VALID, INVALID = "proved", "whole", "damaged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,48 +47,52 @@ def summaries(run: Path, *, check: bool) -> list[Summary]:
     return [_summary(folder, check=check) for folder in list_checkpoints(run)]
 
 
-def stored_summaries(store: Store, *, check: bool) -> list[Summary]:
+def stored_summaries(store: CheckpointStore, *, check: bool) -> list[Summary]:
     """Summarize a store's checkpoints like ``summaries``, using the sizes that the store lists."""
-    return [_stored_summary(step, stored, check=check) for step, stored in store.committed().items()]
+    return [_stored_summary(step, stored, check=check) for step, stored in store.checkpoints().items()]
 
 
-def staying_there(store: Store) -> dict[int, str] | None:
-    """Return ``staying`` for a store, using the config in its newest checkpoint's manifest."""
-    there = store.committed()
-    if not there:
+def kept_steps_in_store(store: CheckpointStore) -> dict[int, str] | None:
+    """Return ``kept_steps`` for a store, using the config in its newest checkpoint's manifest."""
+    checkpoints = store.checkpoints()
+    if not checkpoints:
         return {}
     try:
         # A store has no config.toml, but each manifest includes the run's config.
-        section = there[max(there)].manifest()["training"].get("config", {}).get("checkpoint", {})
+        section = checkpoints[max(checkpoints)].manifest()["training"].get("config", {}).get("checkpoint", {})
     except CheckpointError:
         return None
     retention = _retention(section)
     if retention is None:
         return None
-    return retention.reasons([stored.candidate(step) for step, stored in there.items()])
+    return retention.reasons([stored.candidate(step) for step, stored in checkpoints.items()])
 
 
 def _stored_summary(step: int, stored: StoredCheckpoint, *, check: bool) -> Summary:
     age = time.time() - (written_at(stored.place / MANIFEST) or time.time())
     try:
         manifest = stored.manifest()
-        check_model(manifest, str(stored.place))
+        check_manifest_tensors(manifest, str(stored.place))
     except LongCtxError as error:
-        return Summary(step=step, folder=stored.place, age_seconds=age, health=DAMAGED, problem=str(error))
+        return Summary(step=step, folder=stored.place, age_seconds=age, health=INVALID, problem=str(error))
     # By size first: listing a store is cheap, and reading every object is not.
-    listed = {name: entry["bytes"] for name, entry in manifest["files"].items()}
-    problems = [f"{name} is missing, or of another size" for name in listed if stored.sizes.get(name) != listed[name]]
+    expected_sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+    problems = [
+        f"{name} is missing, or of another size"
+        for name in expected_sizes
+        if stored.sizes.get(name) != expected_sizes[name]
+    ]
     if check and not problems:
         problems = stored.verify()
-    return _judged(step, stored.place, age, manifest, problems, lambda: stored.candidate(step).is_proved)
+    return _build_summary(step, stored.place, age, manifest, problems, lambda: stored.candidate(step).is_stable)
 
 
-def staying(run: Path) -> dict[int, str] | None:
+def kept_steps(run: Path) -> dict[int, str] | None:
     """Map the steps that the run's retention keeps to their reasons; None if its config is unusable."""
     retention = _retention(checkpoint_section(run))
     if retention is None:
         return None
-    return retention.reasons([Candidate.of(folder) for folder in list_checkpoints(run)])
+    return retention.reasons([RetentionCandidate.of(folder) for folder in list_checkpoints(run)])
 
 
 def _summary(folder: Path, *, check: bool) -> Summary:
@@ -97,33 +101,33 @@ def _summary(folder: Path, *, check: bool) -> Summary:
     age = time.time() - (folder / MANIFEST).stat().st_mtime
     try:
         reader = CheckpointReader(folder)
-        check_tensors(reader)
+        check_checkpoint_tensors(reader)
         check_training(reader)
     except LongCtxError as error:
-        return Summary(step=step, folder=folder, age_seconds=age, health=DAMAGED, problem=str(error))
+        return Summary(step=step, folder=folder, age_seconds=age, health=INVALID, problem=str(error))
     # Cheap check first: sizes, then hashes over every byte.
-    problems = reader.wrong_sizes()
+    problems = reader.size_problems()
     if check and not problems:
         problems = problems_of(folder)
     manifest = reader.manifest
-    return _judged(step, folder, age, manifest, problems, lambda: is_proved(folder, manifest["hash"]))
+    return _build_summary(step, folder, age, manifest, problems, lambda: is_stable(folder, manifest["hash"]))
 
 
-def _judged(
+def _build_summary(
     step: int,
     folder: Path | ObjectPath,
     age: float,
     manifest: Mapping[str, Any],
     problems: Sequence[str],
-    is_proved: Callable[[], bool],
+    is_stable: Callable[[], bool],
 ) -> Summary:
     """Build the summary for a checkpoint with a readable manifest."""
     # A proof covers the saved state, not damage to the files since then, so damage takes precedence.
-    health = WHOLE
+    health = VALID
     if problems:
-        health = DAMAGED
-    elif is_proved():
-        health = PROVED
+        health = INVALID
+    elif is_stable():
+        health = STABLE
     return Summary(
         step=step,
         folder=folder,

@@ -15,8 +15,8 @@ from longctx.checkpoint_manifest import VALUE_BYTES
 from longctx.kernels.memory import available_bytes, lock_pages
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
-    from parallel.zero.engine import ZeroEngine
-    from parallel.zero.state import Piece
+    from parallel.zero.zero_engine import ZeroEngine
+    from parallel.zero.zero_state import StatePiece
 
 _LARGEST_SHARE = 0.8
 """Largest fraction of free memory, measured after a step, that a machine's ranks may use for their copies."""
@@ -26,7 +26,7 @@ _LARGEST_SHARE = 0.8
 class HostCopy:
     """Host buffer for a rank's values, allocated once: allocating per save would cost as much as the copy."""
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[StatePiece], device: torch.device) -> None:
         """Allocate and touch the memory, page-locked if ``device``, which holds the values, is a GPU.
 
         Raise RuntimeError if the system refuses to lock the pages.
@@ -41,7 +41,7 @@ class HostCopy:
             # Unlock before the memory is freed. At process exit everything is released at once.
             weakref.finalize(self, lock_pages(self._values, device)).atexit = False
 
-    def fill(self, pieces: Sequence[Piece], values: Iterable[Tensor]) -> list[Tensor]:
+    def fill(self, pieces: Sequence[StatePiece], values: Iterable[Tensor]) -> list[Tensor]:
         """Copy the pieces' values and return them as float32, in order. They stay valid until the next call."""
         copied, start = [], 0
         for one, tensor in zip(pieces, values, strict=True):
@@ -56,28 +56,28 @@ class HostCopy:
         return copied
 
 
-def _values_of(piece: Piece) -> int:
+def _values_of(piece: StatePiece) -> int:
     """Round a piece's size up to even: each piece then starts at a 64-bit word, and its checksum needs no copy."""
     return piece.numel + piece.numel % 2
 
 
-class Copies:
+class HostCopyAllocator:
     """Owner of a rank's host copy: allocates it in a thread if enough memory is free."""
 
-    def __init__(self, engine: ZeroEngine, thread: ThreadPoolExecutor, *, wanted: bool, ranks_here: int) -> None:
-        """Store settings without allocating. ``wanted`` is equal on all ranks; ``ranks_here`` share this machine."""
+    def __init__(self, engine: ZeroEngine, thread: ThreadPoolExecutor, *, wanted: bool, local_ranks: int) -> None:
+        """Store settings without allocating. ``wanted`` is equal on all ranks; ``local_ranks`` share this machine."""
         self.wanted = wanted
-        self._engine, self._thread, self._ranks_here = engine, thread, ranks_here
-        self._has_looked = False
+        self._engine, self._thread, self._local_ranks = engine, thread, local_ranks
+        self._has_reserved = False
         self._taken: Future[HostCopy] | None = None
 
     def reserve(self) -> None:
         """Allocate on the first call, made after a training step has shown how much memory training itself needs."""
-        if not self.wanted or self._has_looked:
+        if not self.wanted or self._has_reserved:
             return
-        self._has_looked = True
+        self._has_reserved = True
         pieces = self._engine.owned_pieces()
-        if self._ranks_here * copy_bytes(pieces) <= _LARGEST_SHARE * available_bytes():
+        if self._local_ranks * host_copy_bytes(pieces) <= _LARGEST_SHARE * available_bytes():
             self._taken = self._thread.submit(HostCopy, pieces, torch.device(self._engine.partition.engine.device))
 
     def get(self) -> HostCopy | None:
@@ -91,12 +91,12 @@ class Copies:
         except (RuntimeError, MemoryError, OSError):
             return None
 
-    def give_up(self) -> None:
+    def disable(self) -> None:
         """Disable copies for the rest of the run and free the memory, because another rank has no copy."""
         # No retry: free memory only shrinks during a run.
         self.wanted, self._taken = False, None
 
 
-def copy_bytes(pieces: Sequence[Piece]) -> int:
+def host_copy_bytes(pieces: Sequence[StatePiece]) -> int:
     """Return the copy's size in bytes."""
     return VALUE_BYTES * sum(one.numel for one in pieces)

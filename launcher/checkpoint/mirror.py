@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from launcher.checkpoint.checkpoint_store import CheckpointStore
 from launcher.checkpoint.names import step_of
-from launcher.checkpoint.retention import Candidate, Retention
-from launcher.checkpoint.store import Store
-from launcher.wording import plural, short_duration
-from longctx.checkpoint_format import PROVED, list_checkpoints
+from launcher.checkpoint.retention import Retention, RetentionCandidate
+from launcher.wording import format_count, short_duration
+from longctx.checkpoint_format import PROOF_FILE, list_checkpoints
 from longctx.errors import CheckpointError, DataError
-from parallel.runtime.spans import begin
+from parallel.runtime.activity import begin
 
 log = logging.getLogger(__name__)
 
@@ -30,34 +30,34 @@ _LEAVE_SECONDS = 5.0
 """Time for a cancelled transfer to stop."""
 
 
-class _BrokenOffError(DataError):
+class _TransferCancelledError(DataError):
     """Transfer cancelled because the run no longer waits for it."""
 
 
-class _There:
+class _StoreSession:
     """Store operations, called only from the mirror thread. They raise DataError if the store refuses or fails."""
 
-    def __init__(self, run_folder: Path, store: Store, retention: Retention, *, step: int) -> None:
+    def __init__(self, run_folder: Path, store: CheckpointStore, retention: Retention, *, step: int) -> None:
         self._run, self._store, self._retention, self._step = run_folder, store, retention, step
-        self._met = False
-        self.refused: Path | None = None
+        self._has_discarded = False
+        self.local_failure: Path | None = None
         """The last checkpoint that a local fault kept from being sent; None once a later one is sent."""
-        self._known: dict[int, Candidate] = {}
+        self._known: dict[int, RetentionCandidate] = {}
         """Candidates read from the store. They never change, except for their proof."""
 
-    def meet(self) -> None:
-        """On the first call, discard stored checkpoints after the step at which this run started."""
-        if self._met:
+    def discard_newer(self) -> None:
+        """Discard stored checkpoints after the step at which this run started, on the first call."""
+        if self._has_discarded:
             return
-        for step, stored in self._store.committed().items():
+        for step, stored in self._store.checkpoints().items():
             if step > self._step:
                 stored.discard()
                 log.info("%s is of a history that this run has left: removed.", stored.place)
-        self._met = True
+        self._has_discarded = True
 
     def send(self, folder: Path, seen: Callable[[int], None]) -> None:
         """Send a checkpoint, with its proof if it has one."""
-        began, sent = time.monotonic(), 0
+        start_time, sent = time.monotonic(), 0
 
         def see(count: int) -> None:
             nonlocal sent
@@ -70,29 +70,31 @@ class _There:
         except CheckpointError as error:
             # A local fault, not the store's: a retry would not help.
             log.warning("%s is not sent to %s: %s", folder.name, self._store, error)
-            self.refused = folder
+            self.local_failure = folder
             return
-        self.refused = None
+        self.local_failure = None
         if sent:
-            log.info("Sent %s to %s in %s.", folder.name, self._store, short_duration(time.monotonic() - began))
-        self.prove(folder)
+            log.info("Sent %s to %s in %s.", folder.name, self._store, short_duration(time.monotonic() - start_time))
+        self.send_proof(folder)
 
-    def prove(self, folder: Path) -> None:
+    def send_proof(self, folder: Path) -> None:
         """Send a checkpoint's proof, if it has one."""
-        if (folder / PROVED).is_file():
-            self._store.prove(folder)
+        if (folder / PROOF_FILE).is_file():
+            self._store.send_proof(folder)
             self._known.pop(step_of(folder), None)
 
     def prune(self) -> None:
         """Remove unfinished checkpoints and those that retention does not keep."""
-        there = self._store.steps()
+        stored_steps = self._store.steps()
         # Manifests are slow to read from a store, so candidates are cached between turns.
-        self._known = {step: one for step, one in self._known.items() if step in there}
-        for step, stored in there.items():
-            if stored.is_committed and step not in self._known:
+        self._known = {step: one for step, one in self._known.items() if step in stored_steps}
+        for step, stored in stored_steps.items():
+            if stored.is_complete and step not in self._known:
                 self._known[step] = stored.candidate(step)
-        kept = self._retention.reasons([self._known[step] for step, stored in there.items() if stored.is_committed])
-        for step, stored in there.items():
+        kept = self._retention.reasons(
+            [self._known[step] for step, stored in stored_steps.items() if stored.is_complete]
+        )
+        for step, stored in stored_steps.items():
             if step not in kept:
                 stored.remove()
 
@@ -102,15 +104,15 @@ class _There:
 class Mirror:
     """Sender for committed checkpoints. Prunes the store by the run's retention."""
 
-    def __init__(self, run_folder: Path, store: Store, retention: Retention, *, step: int) -> None:
+    def __init__(self, run_folder: Path, store: CheckpointStore, retention: Retention, *, step: int) -> None:
         """Prepare for a run at ``step``: later checkpoints in the store belong to a history that the run has left."""
         self._run, self._store = run_folder, store
-        self._there = _There(run_folder, store, retention, step=step)
+        self._store_session = _StoreSession(run_folder, store, retention, step=step)
         self._changed = threading.Condition()
         self._waiting: Path | None = None
         """The newest checkpoint that still waits to be sent."""
-        self._sending: Path | None = None
-        self._proved: set[Path] = set()
+        self._in_flight: Path | None = None
+        self._pending_proofs: set[Path] = set()
         """Checkpoints whose proof must still be sent."""
         self._failures = 0
         """Consecutive failed attempts."""
@@ -121,9 +123,9 @@ class Mirror:
 
     def start(self) -> None:
         """Start the thread with the newest local checkpoint, because an earlier process may not have sent it."""
-        here = list_checkpoints(self._run)
-        if here:
-            self.add(here[-1])
+        checkpoints = list_checkpoints(self._run)
+        if checkpoints:
+            self.add(checkpoints[-1])
         self._thread.start()
 
     def add(self, folder: Path) -> None:
@@ -134,16 +136,16 @@ class Mirror:
             self._waiting = folder
             self._changed.notify_all()
 
-    def prove(self, folder: Path) -> None:
+    def add_proof(self, folder: Path) -> None:
         """Queue a checkpoint's proof, to be sent after the checkpoint itself."""
         with self._changed:
-            self._proved.add(folder)
+            self._pending_proofs.add(folder)
             self._changed.notify_all()
 
     def held(self) -> set[int]:
         """Return the steps that must stay on disk because they are being sent."""
         with self._changed:
-            return {step_of(folder) for folder in (self._waiting, self._sending) if folder is not None}
+            return {step_of(folder) for folder in (self._waiting, self._in_flight) if folder is not None}
 
     def finish(self, seconds: float) -> bool:
         """Wait up to ``seconds`` until all is sent or the store keeps failing; log a missing checkpoint.
@@ -166,7 +168,7 @@ class Mirror:
             log.warning(
                 "%s is not in %s%s\nIt is in %s. The next start of the run sends it.", name, self._store, why, self._run
             )
-        return not is_left and self._there.refused is None
+        return not is_left and self._store_session.local_failure is None
 
     def _wait_for_all(self, end: float) -> None:
         """Wait until all is sent, the store keeps failing, or the clock reaches ``end``."""
@@ -176,11 +178,11 @@ class Mirror:
             self._changed.wait(min(1.0, max(0.0, end - time.monotonic())))
 
     def _is_busy(self) -> bool:
-        return self._waiting is not None or self._sending is not None or bool(self._proved)
+        return self._waiting is not None or self._in_flight is not None or bool(self._pending_proofs)
 
     def _name(self) -> str:
         """Return the pending transfer's name for a message."""
-        folder = self._waiting or self._sending
+        folder = self._waiting or self._in_flight
         if folder is None:
             return "the proof of a checkpoint"
         return f"checkpoint {folder.name}"
@@ -189,7 +191,7 @@ class Mirror:
         while self._next():
             try:
                 self._take_turn()
-            except _BrokenOffError:
+            except _TransferCancelledError:
                 return
             except Exception as error:
                 # Catch every error class: not even a bug here may end the run.
@@ -205,33 +207,33 @@ class Mirror:
             if self._failures:
                 pause = min(_FIRST_PAUSE_SECONDS * 2 ** (self._failures - 1), _LONGEST_PAUSE_SECONDS)
             # When the run ends, retry at once instead of finishing a pause that started earlier.
-            ended_before = self._ends
-            self._changed.wait_for(lambda: self._left or self._ends != ended_before, timeout=pause)
+            was_ending = self._ends
+            self._changed.wait_for(lambda: self._left or self._ends != was_ending, timeout=pause)
             return self._is_busy() and not self._left
 
     def _take_turn(self) -> None:
         """Send the waiting checkpoint and proofs, then prune. Raise DataError if the store refuses or fails."""
-        self._there.meet()
+        self._store_session.discard_newer()
         with self._changed:
             # Retry a checkpoint that failed before, unless a newer one waits.
-            self._sending, self._waiting = self._waiting or self._sending, None
-            folder, proved = self._sending, set(self._proved)
+            self._in_flight, self._waiting = self._waiting or self._in_flight, None
+            folder, proofs = self._in_flight, set(self._pending_proofs)
         # Outside the lock: a transfer may take minutes, and ``add`` must not block training.
         if folder is not None:
-            self._there.send(folder, self._see)
-        for one in proved:
-            self._there.prove(one)
-        self._there.prune()
+            self._store_session.send(folder, self._see)
+        for one in proofs:
+            self._store_session.send_proof(one)
+        self._store_session.prune()
         # Work is cleared only after success, so a failed turn is repeated.
         with self._changed:
-            self._sending = None
-            self._proved -= proved
+            self._in_flight = None
+            self._pending_proofs -= proofs
             self._changed.notify_all()
 
     def _see(self, count: int) -> None:
         """Cancel the transfer if the run no longer waits. Called as bytes are sent and read back."""
         if self._left:
-            raise _BrokenOffError("the run has ended")
+            raise _TransferCancelledError("the run has ended")
 
     def _failed(self, error: Exception) -> None:
         with self._changed:
@@ -246,5 +248,7 @@ class Mirror:
             failures, had_failed, self._failures, self._reason = self._failures, bool(self._reason), 0, ""
         if had_failed:
             log.info(
-                "checkpoint.store: %s takes checkpoints again, after %s.", self._store, plural(failures, "failure")
+                "checkpoint.store: %s takes checkpoints again, after %s.",
+                self._store,
+                format_count(failures, "failure"),
             )

@@ -65,7 +65,7 @@ class Leftover:
     """Discarded or unfinished checkpoint folder."""
 
     path: Path
-    what: str
+    description: str
 
 
 def leftovers(run: Path, *, is_running: bool) -> list[Leftover]:

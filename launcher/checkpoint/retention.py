@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint.names import remove_checkpoint, step_of
-from launcher.config.sections import CheckpointSection
+from launcher.config.config_sections import CheckpointSection
 from launcher.metrics.record import METRICS_FILE, readable_records
 from longctx.checkpoint_format import list_checkpoints
-from longctx.checkpoint_manifest import PROVED, read_proof, seal_proof
+from longctx.checkpoint_manifest import PROOF_FILE, read_proof, seal_proof
 from longctx.errors import CheckpointError, DataError
 from longctx.files import read_manifest_bytes, write_atomically
 
@@ -48,10 +48,10 @@ def is_in_range(loss: float, before: float) -> bool:
 
 def write_proof(folder: Path, manifest_hash: str, proof: Proof) -> None:
     """Write a committed checkpoint's proof into its folder. Raise CheckpointError if the disk refuses."""
-    write_atomically(folder / PROVED, seal_proof(manifest_hash, asdict(proof)), CheckpointError)
+    write_atomically(folder / PROOF_FILE, seal_proof(manifest_hash, asdict(proof)), CheckpointError)
 
 
-def is_proved(folder: Path, manifest_hash: Any) -> bool:
+def is_stable(folder: Path, manifest_hash: Any) -> bool:
     """Return True if this manifest's checkpoint is proved; a proof for another manifest does not count."""
     try:
         content = read_proof(folder)
@@ -60,7 +60,7 @@ def is_proved(folder: Path, manifest_hash: Any) -> bool:
     return content is not None and manifest_hash is not None and content.get("manifest") == manifest_hash
 
 
-def broken_step_after(run_folder: Path, step: int, before: float = math.inf) -> int | None:
+def first_nonfinite_step(run_folder: Path, step: int, before: float = math.inf) -> int | None:
     """Return the first training step in (``step``, ``before``] with a non-finite record, or None."""
     for record in readable_records(run_folder / METRICS_FILE):
         if record["kind"] == "train" and step < record["step"] <= before and not _is_finite(record):
@@ -76,32 +76,34 @@ def _is_finite(record: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class RetentionCandidate:
     """Properties that decide whether a committed checkpoint is kept."""
 
     folder: Path
     step: int
     validation_loss: float | None = None
     """Nats per token; None without a validation of its weights, or if its loss was not finite."""
-    is_proved: bool = False
+    is_stable: bool = False
 
     @classmethod
-    def of(cls, folder: Path) -> Candidate:
+    def of(cls, folder: Path) -> RetentionCandidate:
         """Read a folder's candidate; an unreadable one has no loss and is not proved."""
         try:
             manifest = _read_quickly(folder)
             training = dict(manifest["training"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, DataError):
             return cls(folder=folder, step=step_of(folder))
-        return cls.judged(folder, step_of(folder), training, is_proved=is_proved(folder, manifest.get("hash")))
+        return cls.from_training(folder, step_of(folder), training, is_stable=is_stable(folder, manifest.get("hash")))
 
     @classmethod
-    def judged(cls, folder: Path, step: int, training: Mapping[str, Any], *, is_proved: bool) -> Candidate:
+    def from_training(
+        cls, folder: Path, step: int, training: Mapping[str, Any], *, is_stable: bool
+    ) -> RetentionCandidate:
         """Build a candidate from a manifest's ``training`` section."""
         loss = training.get(VALIDATION_LOSS)
         if not isinstance(loss, float) or not math.isfinite(loss):
             loss = None
-        return cls(folder=folder, step=step, validation_loss=loss, is_proved=is_proved)
+        return cls(folder=folder, step=step, validation_loss=loss, is_stable=is_stable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,7 @@ class Retention:
         """Return the retention configured for a run."""
         return cls(last=checkpoint.keep_last, every=checkpoint.keep_every, best=checkpoint.keep_best)
 
-    def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+    def reasons(self, candidates: Sequence[RetentionCandidate]) -> dict[int, str]:
         """Map the steps to keep to their reasons."""
         by_step = sorted(candidates, key=lambda one: one.step)
         # 0 keeps all, regardless of the other fields.
@@ -136,20 +138,20 @@ class Retention:
             if self.every and one.step % self.every == 0:
                 found.setdefault(one.step, f"every {self.every}")
         # The newest proved checkpoint is the fallback until a later one is proved.
-        proved = [one.step for one in by_step if one.is_proved]
-        if proved:
-            found.setdefault(proved[-1], "newest proved")
+        stable_steps = [one.step for one in by_step if one.is_stable]
+        if stable_steps:
+            found.setdefault(stable_steps[-1], "newest proved")
         return found
 
 
-def prune(run_folder: Path, retention: Retention, held: Collection[int] = ()) -> None:
+def prune_checkpoints(run_folder: Path, retention: Retention, held: Collection[int] = ()) -> None:
     """Remove checkpoints that retention does not keep, except the ``held`` steps.
 
     Folders that the file system refuses to remove are logged.
     """
     if not retention.last:
         return
-    candidates = [Candidate.of(folder) for folder in list_checkpoints(run_folder)]
+    candidates = [RetentionCandidate.of(folder) for folder in list_checkpoints(run_folder)]
     kept = retention.reasons(candidates)
     for one in candidates:
         if one.step not in kept and one.step not in held:
@@ -176,6 +178,6 @@ def _read_quickly(folder: Path) -> Any:
     return json.loads(content)
 
 
-def _loss_and_age(one: Candidate) -> tuple[float, int]:
+def _loss_and_age(one: RetentionCandidate) -> tuple[float, int]:
     assert one.validation_loss is not None
     return one.validation_loss, -one.step

@@ -30,17 +30,17 @@ from longctx.errors import CheckpointError
 from longctx.files import list_checkpoints, sync_path, write_synced
 from longctx.storage.hashed_file import HashedWriter, Written, read_back
 from longctx.storage.safetensors import encoded_header, header_fields
-from parallel.comm.messages.sums import Sum, is_sum_of
+from parallel.comm.messages.message_checksum import Sum, is_sum_of
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
-    from parallel.zero.state import Piece
+    from parallel.zero.zero_state import StatePiece
 
 BLOCK_VALUES = 1 << 22
 """Values copied off the device at a time: 16 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Carried:
+class StaticFiles:
     """Files that training never changes. Every checkpoint has them, stored once if the disk supports hard links."""
 
     origin: Path
@@ -110,12 +110,12 @@ class Contents:
     training: Mapping[str, Any]
     tokenizer_files: Mapping[str, bytes]
     """Copied along, so that the checkpoint is usable without the run's data."""
-    carried: Carried | None = None
+    static_files: StaticFiles | None = None
     """Tensors from an imported model's other parts, if it has any."""
 
 
 def write_rank_file(
-    folder: Path, rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sums: Sequence[Sum] = ()
+    folder: Path, rank: int, pieces: Sequence[StatePiece], values: Iterable[Tensor], sums: Sequence[Sum] = ()
 ) -> WrittenFile:
     """Write a rank's values into one file and sync it. Raise CheckpointError unless it reads back the same.
 
@@ -125,17 +125,17 @@ def write_rank_file(
     path = folder / f"rank_{rank:05d}.safetensors"
     # A generator: each value is verified just before it is written, and read once.
     if sums:
-        values = _unchanged(rank, pieces, values, sums)
+        values = _validated_values(rank, pieces, values, sums)
     written = write_pieces(path, pieces, values)
     _check_read_back(path, written.hash)
-    listed = []
+    locations = []
     for one in pieces:
-        where = {"file": path.name, "key": piece_key(one), "start": one.start, "numel": one.numel}
-        listed.append((one.name, one.role, where))
-    return WrittenFile(path.name, written.num_bytes, written.hash, listed, written.block_hashes)
+        location = {"file": path.name, "key": piece_key(one), "start": one.start, "numel": one.numel}
+        locations.append((one.name, one.role, location))
+    return WrittenFile(path.name, written.num_bytes, written.hash, locations, written.block_hashes)
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece], values: Iterable[Tensor]) -> Written:
+def write_pieces(path: Path, pieces: Sequence[StatePiece], values: Iterable[Tensor]) -> Written:
     """Write the pieces' values as float32 entries named by ``piece_key``, and sync the file.
 
     Values are taken one piece at a time: each may be freed when the next is requested.
@@ -150,12 +150,12 @@ def write_pieces(path: Path, pieces: Sequence[Piece], values: Iterable[Tensor]) 
         return file.close()
 
 
-def piece_key(one: Piece) -> str:
+def piece_key(one: StatePiece) -> str:
     """Return a range's key in its file."""
     return f"{one.name}/{one.role}/{one.start}"
 
 
-def _header(pieces: Sequence[Piece]) -> bytes:
+def _header(pieces: Sequence[StatePiece]) -> bytes:
     """Build the file's header; the values after it start 8-byte aligned."""
     entries: dict[str, Any] = {}
     at = 0
@@ -182,12 +182,12 @@ def commit(target: Path, files: Sequence[WrittenFile], contents: Contents, recor
 
     All rank files must be on disk. ``records``, the run's append-only files, are synced before the rename.
     """
-    partial, listed = hidden_folder(target), list(files)
+    partial, written_files = hidden_folder(target), list(files)
     for name, content in contents.tokenizer_files.items():
-        listed.append(_write_beside(partial / name, content))
-    if contents.carried is not None:
-        listed += contents.carried.put_into(partial, target.parent.parent)
-    manifest = _manifest(contents, listed)
+        written_files.append(_write_extra_file(partial / name, content))
+    if contents.static_files is not None:
+        written_files += contents.static_files.put_into(partial, target.parent.parent)
+    manifest = _manifest(contents, written_files)
     text = json.dumps(manifest).encode()
     path = partial / MANIFEST
     path.write_bytes(text)
@@ -207,7 +207,9 @@ def commit(target: Path, files: Sequence[WrittenFile], contents: Contents, recor
     return manifest["hash"]
 
 
-def _unchanged(rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sums: Sequence[Sum]) -> Iterator[Tensor]:
+def _validated_values(
+    rank: int, pieces: Sequence[StatePiece], values: Iterable[Tensor], sums: Sequence[Sum]
+) -> Iterator[Tensor]:
     """Yield the values, each after verifying its checksum."""
     for one, tensor, total in zip(pieces, values, sums, strict=True):
         if not is_sum_of(total, tensor.contiguous()):
@@ -231,7 +233,7 @@ def _check_read_back(path: Path, written: str) -> None:
         )
 
 
-def _write_beside(path: Path, content: bytes) -> WrittenFile:
+def _write_extra_file(path: Path, content: bytes) -> WrittenFile:
     """Write and verify a file next to the pieces; return its name, size and hash."""
     write_synced(path, content)
     digest = xxhash.xxh3_128_hexdigest(content)
@@ -267,7 +269,7 @@ def _tensor_table(contents: Contents, files: Sequence[WrittenFile]) -> dict[str,
     return table
 
 
-def explained(error: OSError | CheckpointError, target: Path) -> CheckpointError:
+def as_checkpoint_error(error: OSError | CheckpointError, target: Path) -> CheckpointError:
     """Return the error for the user, with a hint; a CheckpointError is returned unchanged."""
     if isinstance(error, CheckpointError):
         return error
@@ -278,10 +280,10 @@ def explained(error: OSError | CheckpointError, target: Path) -> CheckpointError
             f"{run_folder} is gone: somebody has removed or renamed the run's folder, and its checkpoints with it.\n"
             "Put it back, then go on with --run.resume latest; without it the run begins anew."
         )
-    advice = "Mend that"
+    hint = "Mend that"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        advice = "The disk is full: free some space, or set checkpoint.keep_last lower"
+        hint = "The disk is full: free some space, or set checkpoint.keep_last lower"
     return CheckpointError(
         f"the checkpoint could not be written to {target.parent}: {error}.\n"
-        f"{advice}, then go on with --run.resume latest. Earlier checkpoints are untouched."
+        f"{hint}, then go on with --run.resume latest. Earlier checkpoints are untouched."
     )

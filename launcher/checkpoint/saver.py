@@ -22,32 +22,32 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from launcher.checkpoint.host_copy import Copies, HostCopy
+from launcher.checkpoint.checkpoint_store import store_at
+from launcher.checkpoint.host_copy import HostCopy, HostCopyAllocator
 from launcher.checkpoint.mirror import Mirror
 from launcher.checkpoint.names import folder_of, hidden_folder, make_empty
-from launcher.checkpoint.retention import VALIDATION_LOSS, Proof, Retention, is_in_range, prune, write_proof
+from launcher.checkpoint.retention import VALIDATION_LOSS, Proof, Retention, is_in_range, prune_checkpoints, write_proof
 from launcher.checkpoint.save import (
-    Carried,
     Contents,
+    StaticFiles,
     WrittenFile,
+    as_checkpoint_error,
     commit,
-    explained,
     write_rank_file,
 )
-from launcher.checkpoint.store import store_at
 from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.goodput.timeline import TIMELINE_FILE
 from launcher.metrics.record import METRICS_FILE
-from launcher.plan.memory import copies_checkpoints
+from launcher.plan.memory_estimate import copies_checkpoints
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from longctx.kernels.memory import trim_heap
-from parallel.comm.messages.sums import Sum
-from parallel.comm.world import agree_or_raise, gather_objects, gather_on_rank_0, least_of_ranks, own_rank
+from parallel.comm.messages.message_checksum import Sum
+from parallel.comm.world import gather_objects, gather_on_rank_0, least_of_ranks, own_rank, raise_on_all_ranks
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
-    from parallel.zero.engine import ZeroEngine
-    from parallel.zero.state import Piece
+    from parallel.zero.zero_engine import ZeroEngine
+    from parallel.zero.zero_state import StatePiece
 
 log = logging.getLogger(__name__)
 
@@ -71,16 +71,16 @@ class _Save:
     """
     is_committing: bool = False
     proof: Proof | None = None
-    began: float = field(default_factory=time.perf_counter)
+    start_time: float = field(default_factory=time.perf_counter)
 
     def see(self, proof: Proof) -> None:
         """Take a loss as the proof if it is the first one in range."""
         if self.proof is None and self.loss is not None and is_in_range(proof.loss, self.loss):
             self.proof = proof
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return the log message for the committed save."""
-        line = f"Saved {self.target} in {time.perf_counter() - self.began:.1f} s"
+        line = f"Saved {self.target} in {time.perf_counter() - self.start_time:.1f} s"
         if self.copy_seconds is not None:
             line += f", of which training waited {self.copy_seconds:.2f} s"
         return f"{line}."
@@ -102,23 +102,23 @@ class Saver:
         *,
         model: ModelConfig,
         tokenizer_files: Mapping[str, bytes],
-        carried: Carried | None = None,
+        static_files: StaticFiles | None = None,
         retention: Retention = KEEP_ALL,
         copies: bool = False,
-        ranks_here: int = 1,
+        local_ranks: int = 1,
         mirror: Mirror | None = None,
         records: Sequence[Path] = (),
     ) -> None:
-        """Prepare to save. With ``copies``, training continues during a save if this machine, with ``ranks_here``
+        """Prepare to save. With ``copies``, training continues during a save if this machine, with ``local_ranks``
         ranks, has enough memory. Rank 0's ``mirror`` sends checkpoints to a store. ``records`` are synced before each
         commit.
         """
         self._folder, self._engine, self._records = run_folder, engine, records
         same = {"model": model, "shapes": engine.shapes, "roles": engine.roles, "dtype": engine.dtype}
-        self._contents = partial(Contents, **same, tokenizer_files=tokenizer_files, carried=carried)
+        self._contents = partial(Contents, **same, tokenizer_files=tokenizer_files, static_files=static_files)
         # A single thread: the write of a copy, the commit and removals run in order and never overlap.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_let_training_go_first)
-        self._copies = Copies(engine, self._thread, wanted=copies, ranks_here=ranks_here)
+        self._copies = HostCopyAllocator(engine, self._thread, wanted=copies, local_ranks=local_ranks)
         self.kept = Kept(run_folder, retention, self._thread, mirror)
         self._save: _Save | None = None
         self.seconds = 0.0
@@ -139,19 +139,21 @@ class Saver:
         save is finished first. With ``wait``, or without memory for a copy, this one is finished too. Raise
         CheckpointError on every rank if any of them cannot write, now or in a later call; older checkpoints stay.
         """
-        self._settle()
-        began, target, pieces = time.perf_counter(), folder_of(self._folder, step), self._engine.owned_pieces()
+        self._wait_for_commit()
+        start_time, target, pieces = time.perf_counter(), folder_of(self._folder, step), self._engine.owned_pieces()
         copy = self._begin(target, wait)
         with closing(self._engine.owned_ranges()) as ranges:
             work = _write(hidden_folder(target), pieces, (one.values for one in ranges), sums, copy, self._thread)
         # Only the copy's time: training does not wait for the rest.
-        copy_seconds = None if copy is None else time.perf_counter() - began
-        self._save = _Save(target, self._contents(step=step, training=training), loss, copy_seconds, work, began=began)
+        copy_seconds = None if copy is None else time.perf_counter() - start_time
+        self._save = _Save(
+            target, self._contents(step=step, training=training), loss, copy_seconds, work, start_time=start_time
+        )
         # The validation ran on exactly the saved weights, so its loss proves them at once.
         if training.get(VALIDATION_LOSS) is not None:
             self._save.see(Proof("validation", step, training[VALIDATION_LOSS]))
         if copy is None:
-            self._settle()
+            self._wait_for_commit()
 
     def after_step(self, step: int, loss: float) -> None:
         """Advance the save in progress as far as all ranks have come, after a step with this loss. Collective.
@@ -168,10 +170,10 @@ class Saver:
 
     def finish(self) -> None:
         """Finish the save in progress and the removal of old ones. Collective; raises like ``after_step``."""
-        self._settle()
+        self._wait_for_commit()
         self.kept.wait()
 
-    def _settle(self) -> None:
+    def _wait_for_commit(self) -> None:
         """Wait until the save in progress is committed. Collective."""
         while self._save is not None:
             work = self._save.work
@@ -190,7 +192,7 @@ class Saver:
             try:
                 make_empty(hidden_folder(target))
             except OSError as error:
-                problem = str(explained(error, target))
+                problem = str(as_checkpoint_error(error, target))
         # One exchange for both: rank 0's problem with the folder, and whether every rank has a copy.
         answers = gather_objects((problem, copy is not None))
         if answers[0][0] is not None:
@@ -198,7 +200,7 @@ class Saver:
         if all(has_copy for _, has_copy in answers):
             return copy
         if self._copies.wanted and not waits:
-            self._copies.give_up()
+            self._copies.disable()
             if own_rank() == 0:
                 log.warning("No memory is free for copies of checkpoints: training waits while they are written.")
         return None
@@ -211,18 +213,18 @@ class Saver:
         is_well = save.work is None or not is_done or save.work.exception() is None
         all_done, all_well = least_of_ranks([int(is_done), int(is_well)])
         if all_done or not all_well:
-            self._go_on(save)
+            self._advance(save)
 
-    def _go_on(self, save: _Save) -> None:
+    def _advance(self, save: _Save) -> None:
         """Start the commit on rank 0 once all ranks have written, or complete the save after the commit. Collective."""
         result, problem = None, None
         try:
             if save.work is not None:
                 result = save.work.result()
         except (OSError, CheckpointError) as error:
-            problem = explained(error, save.target)
+            problem = as_checkpoint_error(error, save.target)
         try:
-            agree_or_raise(problem)
+            raise_on_all_ranks(problem)
         except CheckpointError:
             self._save = None
             # Each rank has waited for its own write above, so the folder is no longer in use.
@@ -231,17 +233,17 @@ class Saver:
             raise
         if save.is_committing:
             self._save = None
-            self._tell(save, result)
+            self._report_commit(save, result)
             return
         files = gather_on_rank_0(result)
         save.is_committing, save.work = True, None
         if own_rank() == 0:
             save.work = self._thread.submit(commit, save.target, files, save.contents, self._records)
 
-    def _tell(self, save: _Save, manifest_hash: str | None) -> None:
+    def _report_commit(self, save: _Save, manifest_hash: str | None) -> None:
         """Log a committed checkpoint. On rank 0, prove it if possible and prune older ones."""
-        self.seconds = time.perf_counter() - save.began
-        log.info("%s", save.told())
+        self.seconds = time.perf_counter() - save.start_time
+        log.info("%s", save.summary())
         # Rank 0 only: other ranks take no part in a commit.
         if manifest_hash is not None:
             self.kept.add(save.target, manifest_hash, save.loss, save.proof)
@@ -266,7 +268,7 @@ class Kept:
         self._chores = [one for one in self._chores if not one.done()]
         # A step or a validation finished before the commit was known.
         if proof is not None:
-            self._prove(target, manifest_hash, proof)
+            self._write_proof(target, manifest_hash, proof)
         else:
             self._chores.append(self._thread.submit(self._prune))
 
@@ -276,7 +278,7 @@ class Kept:
             return
         target, manifest_hash, loss = self._unproved
         if loss is not None and is_in_range(proof.loss, loss):
-            self._prove(target, manifest_hash, proof)
+            self._write_proof(target, manifest_hash, proof)
 
     def begin(self) -> None:
         """Start sending checkpoints to the run's store, if any. Call this after newer checkpoints were set aside."""
@@ -300,7 +302,7 @@ class Kept:
         wait(self._chores)
         self._chores.clear()
 
-    def _prove(self, target: Path, manifest_hash: str, proof: Proof) -> None:
+    def _write_proof(self, target: Path, manifest_hash: str, proof: Proof) -> None:
         """Write a checkpoint's proof, then prune older ones that were kept until now."""
         self._unproved = None
 
@@ -312,7 +314,7 @@ class Kept:
                 log.warning("%s could not be marked as proved: %s", target, error)
             else:
                 if self._mirror is not None:
-                    self._mirror.prove(target)
+                    self._mirror.add_proof(target)
             self._prune()
 
         self._chores.append(self._thread.submit(write))
@@ -322,7 +324,7 @@ class Kept:
         held: set[int] = set()
         if self._mirror is not None:
             held = self._mirror.held()
-        prune(self._folder, self._retention, held)
+        prune_checkpoints(self._folder, self._retention, held)
 
 
 def run_saver(
@@ -330,10 +332,10 @@ def run_saver(
     engine: ZeroEngine,
     model: ModelConfig,
     tokenizer_files: Mapping[str, bytes],
-    carried: Carried | None,
+    static_files: StaticFiles | None,
     *,
     step: int,
-    ranks_here: int,
+    local_ranks: int,
 ) -> Saver:
     """Build the saver for a run at ``step`` from its config."""
     folder, retention, mirror = Path(config.run.output_dir), Retention.of(config.checkpoint), None
@@ -345,10 +347,10 @@ def run_saver(
         engine,
         model=model,
         tokenizer_files=tokenizer_files,
-        carried=carried,
+        static_files=static_files,
         retention=retention,
         copies=copies_checkpoints(config, step),
-        ranks_here=ranks_here,
+        local_ranks=local_ranks,
         mirror=mirror,
         records=(folder / METRICS_FILE, folder / TIMELINE_FILE),
     )
@@ -356,7 +358,7 @@ def run_saver(
 
 def _write(
     partial: Path,
-    pieces: Sequence[Piece],
+    pieces: Sequence[StatePiece],
     values: Iterable[Tensor],
     sums: Sequence[Sum],
     copy: HostCopy | None,
@@ -377,7 +379,7 @@ def _write(
 
 
 def _write_copy(
-    folder: Path, rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sums: Sequence[Sum]
+    folder: Path, rank: int, pieces: Sequence[StatePiece], values: Iterable[Tensor], sums: Sequence[Sum]
 ) -> WrittenFile:
     """Call ``write_rank_file`` in the thread, then trim the heap so that many saves leave no gaps in it."""
     try:

@@ -10,8 +10,8 @@ from data_pipeline.shards.reader import ShardSet
 from longctx.checkpoint_format import MANIFEST, CheckpointReader
 from longctx.errors import CheckpointError, ConfigError, DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
-from longctx.tokenizer.load import (
-    CARRIED_FILES,
+from longctx.tokenizer.load_tokenizer import (
+    COPIED_FILES,
     GENERATION_CONFIG,
     TOKENIZER_FILES,
     fingerprints,
@@ -35,11 +35,11 @@ def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
     known = fingerprints(checkpoint)
     if data.manifest.tokenizer in known.values():
         return
-    ours, theirs = load_tokenizer(data.folder), load_tokenizer(checkpoint)
+    data_tokenizer, checkpoint_tokenizer = load_tokenizer(data.folder), load_tokenizer(checkpoint)
     raise DataError(
         f"{data.folder} was built with another tokenizer than {checkpoint} has: ids would mean other text.\n"
-        f"  data:       {ours.describe()}\n"
-        f"  checkpoint: {theirs.describe()}\n"
+        f"  data:       {data_tokenizer.describe()}\n"
+        f"  checkpoint: {checkpoint_tokenizer.describe()}\n"
         f"Build the data again: longctx data build --tokenizer {checkpoint} …"
     )
 
@@ -59,7 +59,7 @@ def _check_whole(checkpoint: Path) -> None:
     if not (checkpoint / MANIFEST).is_file():
         return
     reader = CheckpointReader(checkpoint)
-    names = [name for name in CARRIED_FILES if name in reader.manifest["files"]]
+    names = [name for name in COPIED_FILES if name in reader.manifest["files"]]
     if problems := reader.verify(names):
         raise CheckpointError(
             f"{checkpoint}: {'; '.join(problems)}.\n"
@@ -71,11 +71,11 @@ def check_same_data(data: ShardSet, validation: ShardSet) -> None:
     """Raise DataError unless training and validation shards were built with the same tokenizer."""
     if data.manifest.tokenizer == validation.manifest.tokenizer:
         return
-    ours, theirs = load_tokenizer(data.folder), load_tokenizer(validation.folder)
+    training_tokenizer, validation_tokenizer = load_tokenizer(data.folder), load_tokenizer(validation.folder)
     raise DataError(
         f"data.train and data.validation were built with different tokenizers.\n"
-        f"  {data.folder}: {ours.describe()}\n"
-        f"  {validation.folder}: {theirs.describe()}\n"
+        f"  {data.folder}: {training_tokenizer.describe()}\n"
+        f"  {validation.folder}: {validation_tokenizer.describe()}\n"
         f"Build one of them again: longctx data build --tokenizer {data.folder} …"
     )
 
@@ -91,9 +91,9 @@ def uncompared_files(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, bytes]
         checkpoint,
         tokenizer.path,
     )
-    unread = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
-    if unread:
-        log.warning("Left out of this run's checkpoints, which get the data's tokenizer: %s.", ", ".join(unread))
+    unused_files = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
+    if unused_files:
+        log.warning("Left out of this run's checkpoints, which get the data's tokenizer: %s.", ", ".join(unused_files))
     settings = generation_settings(checkpoint)
     if settings is None:
         return tokenizer.files

@@ -1,5 +1,5 @@
 """CLI for ``longctx VERB``."""
 
-from launcher.cli.verbs import main
+from launcher.cli.cli_commands import main
 
 __all__ = ["main"]

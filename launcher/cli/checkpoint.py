@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from launcher.cli.console import Json, human_bytes, note, progress, say, say_json, table
-from launcher.cli.options import one_of
+from launcher.cli.cli_output import Json, human_bytes, note, print_json, print_line, progress, table
+from launcher.cli.shared_options import choice_option
 from launcher.cluster.exit import DONE, FAILED
-from launcher.wording import plural, short_duration
+from launcher.wording import format_count, short_duration
 from longctx.errors import CheckpointError, ConfigError, LongCtxError
 
 if TYPE_CHECKING:  # torch takes a second to import, and the help must not wait for it
     from launcher.checkpoint.health import Summary
-    from launcher.checkpoint.retention import Candidate, Retention
+    from launcher.checkpoint.retention import Retention, RetentionCandidate
 
 _UNKNOWN = "–"
 _COLUMNS = ("step", "size", "age", "health", "stays", "ranks", "dtype", "folder")
 
 
-def list_checkpoints(
+def list_run_checkpoints(
     run: Annotated[Positional[str], arg(metavar="RUN")], *, check: bool = False, json: Json = False
 ) -> int:
     """List a run's committed checkpoints, oldest first: sizes, ages, health, and why each stays.
@@ -37,31 +37,31 @@ def list_checkpoints(
         check: Read every byte and compare hashes; the exit code is 1 if a file is damaged.
     """
     from data_pipeline.stores.urls import is_url
-    from launcher.checkpoint.health import DAMAGED, staying, staying_there, stored_summaries, summaries
-    from launcher.checkpoint.store import find_run
+    from launcher.checkpoint.checkpoint_store import find_run
+    from launcher.checkpoint.health import INVALID, kept_steps, kept_steps_in_store, stored_summaries, summaries
 
     if is_url(run):
         store = find_run(run)
-        rows, stay = stored_summaries(store, check=check), staying_there(store)
+        rows, stay = stored_summaries(store, check=check), kept_steps_in_store(store)
     else:
         # A folder that is not a run is an error, not an empty table.
         _checkpoints_of(Path(run))
-        rows, stay = summaries(Path(run), check=check), staying(Path(run))
+        rows, stay = summaries(Path(run), check=check), kept_steps(Path(run))
     if json:
-        say_json([_described(row, stay) for row in rows])
+        print_json([_summary_record(row, stay) for row in rows])
     elif not rows:
-        say(f"{run} holds no committed checkpoint yet.")
+        print_line(f"{run} holds no committed checkpoint yet.")
     else:
-        say(table(_COLUMNS, [_cells(row, stay) for row in rows]))
+        print_line(table(_COLUMNS, [_cells(row, stay) for row in rows]))
         for row in rows:
             if row.problem:
                 note(f"warning: {row.folder.name}: {row.problem}")
-    if check and any(row.health == DAMAGED for row in rows):
+    if check and any(row.health == INVALID for row in rows):
         return FAILED
     return DONE
 
 
-def verify(folder: Annotated[Positional[str], arg(metavar="DIR")], *, json: Json = False) -> int:
+def verify_checkpoints(folder: Annotated[Positional[str], arg(metavar="DIR")], *, json: Json = False) -> int:
     """Read every byte of checkpoints and name every damaged file.
 
     Sizes, hashes and tensors are compared with the manifest, and unlisted files are named. The exit code is 1 if any
@@ -76,21 +76,21 @@ def verify(folder: Annotated[Positional[str], arg(metavar="DIR")], *, json: Json
         rows = _stored_problems(folder)
     else:
         rows = [{"folder": str(path), "problems": _problems(path)} for path in _to_verify(Path(folder))]
-    damaged = [row for row in rows if row["problems"]]
+    invalid_rows = [row for row in rows if row["problems"]]
     if json:
-        say_json(rows)
+        print_json(rows)
     else:
         for row in rows:
             if not row["problems"]:
-                say(f"{row['folder']} is whole.")
+                print_line(f"{row['folder']} is whole.")
                 continue
-            say(f"{row['folder']} is damaged:")
+            print_line(f"{row['folder']} is damaged:")
             for problem in row["problems"]:
-                say(indent(problem, "  "))
+                print_line(indent(problem, "  "))
         # If all are damaged, there is no checkpoint to continue from.
-        if damaged and len(damaged) < len(rows):
-            say("Go on from the newest whole one with --run.resume newest-good.")
-    if damaged:
+        if invalid_rows and len(invalid_rows) < len(rows):
+            print_line("Go on from the newest whole one with --run.resume newest-good.")
+    if invalid_rows:
         return FAILED
     return DONE
 
@@ -131,29 +131,32 @@ def prune(
     else:
         removed, kept = _prune(Path(run), retention, dry_run=dry_run)
     if json:
-        say_json({"removed": removed, "kept": sorted(kept), "dry_run": dry_run})
+        print_json({"removed": removed, "kept": sorted(kept), "dry_run": dry_run})
         return
-    what = "Removed"
+    action = "Removed"
     if dry_run:
-        what = "Would remove"
+        action = "Would remove"
     for row in removed:
-        say(f"{what} {row['folder']}, {human_bytes(row['bytes'])}{row['why'] and ': '}{row['why']}.")
+        print_line(f"{action} {row['folder']}, {human_bytes(row['bytes'])}{row['why'] and ': '}{row['why']}.")
     total = human_bytes(sum(row["bytes"] for row in removed))
-    say(f"{what} {total} in all; {plural(len(kept), 'checkpoint')} kept: {', '.join(map(str, sorted(kept))) or '–'}.")
+    print_line(
+        f"{action} {total} in all; {format_count(len(kept), 'checkpoint')} kept: "
+        f"{', '.join(map(str, sorted(kept))) or '–'}."
+    )
 
 
 def _prune(run: Path, retention: Retention, *, dry_run: bool) -> tuple[list[dict[str, Any]], set[int]]:
     """Remove the checkpoints in a run folder that are not kept; return them, and the kept steps."""
     from launcher.checkpoint.names import leftovers, remove_checkpoint
-    from launcher.checkpoint.retention import Candidate
+    from launcher.checkpoint.retention import RetentionCandidate
     from longctx.checkpoint_format import CheckpointReader
 
-    candidates = [Candidate.of(folder) for folder in _checkpoints_of(run)]
+    candidates = [RetentionCandidate.of(folder) for folder in _checkpoints_of(run)]
     kept = _kept(candidates, retention, lambda one: CheckpointReader(one.folder))
-    going = [(one.folder, "") for one in candidates if one.step not in kept]
-    going += [(leftover.path, leftover.what) for leftover in leftovers(run, is_running=True)]
+    removals = [(one.folder, "") for one in candidates if one.step not in kept]
+    removals += [(leftover.path, leftover.description) for leftover in leftovers(run, is_running=True)]
     removed = []
-    for path, why in going:
+    for path, why in removals:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         if not dry_run:
             remove_checkpoint(path)
@@ -166,19 +169,19 @@ def _prune_store(address: str, retention: Retention, *, dry_run: bool) -> tuple[
 
     The newest unfinished one may still be in progress and is left alone.
     """
-    from launcher.checkpoint.store import find_run
+    from launcher.checkpoint.checkpoint_store import find_run
 
     steps = find_run(address).steps()
-    candidates = [stored.candidate(step) for step, stored in steps.items() if stored.is_committed]
+    candidates = [stored.candidate(step) for step, stored in steps.items() if stored.is_complete]
     kept = _kept(candidates, retention, lambda one: steps[one.step].manifest())
     # A run may be sending to the store right now, which cannot be detected from here.
-    newest = max((step for step, stored in steps.items() if not stored.is_committed), default=None)
+    newest = max((step for step, stored in steps.items() if not stored.is_complete), default=None)
     removed = []
     for step, stored in steps.items():
         if step in kept or step == newest:
             continue
         why = ""
-        if not stored.is_committed:
+        if not stored.is_complete:
             why = "never finished"
         if not dry_run:
             stored.remove()
@@ -187,7 +190,9 @@ def _prune_store(address: str, retention: Retention, *, dry_run: bool) -> tuple[
 
 
 def _kept(
-    candidates: Collection[Candidate], retention: Retention, read_manifest: Callable[[Candidate], object]
+    candidates: Collection[RetentionCandidate],
+    retention: Retention,
+    read_manifest: Callable[[RetentionCandidate], object],
 ) -> set[int]:
     """Return the steps to keep. Raise CheckpointError if only other steps have a readable manifest."""
     # Retention counts damaged checkpoints like any other. Without this check, pruning could remove the last one that a
@@ -213,7 +218,7 @@ def export(
     source: Annotated[Positional[str], arg(metavar="IN")],
     output: Annotated[Positional[Path], arg(metavar="OUT")],
     *,
-    dtype: Annotated[str | None, one_of("float32", "bfloat16", "float16")] = None,
+    dtype: Annotated[str | None, choice_option("float32", "bfloat16", "float16")] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, read back and verified: `convert --to hf`, which has more options.
 
@@ -223,7 +228,7 @@ def export(
         dtype: Dtype of the written weights, even if bits are lost.
     """
     from data_pipeline.stores.urls import is_url
-    from launcher.cli.convert import convert
+    from launcher.cli.convert_command import convert
 
     if is_url(source):
         _export_stored(source, output, dtype)
@@ -233,24 +238,24 @@ def export(
 
 def _export_stored(address: str, output: Path, dtype: str | None) -> None:
     """Download a checkpoint next to ``output`` for the duration of its export."""
-    from launcher.checkpoint.store import find_address
-    from launcher.cli.convert import convert
+    from launcher.checkpoint.checkpoint_store import find_address
+    from launcher.cli.convert_command import convert
 
     store, step = find_address(address)
     if step is None:
-        step = max(store.committed(), default=None)
+        step = max(store.checkpoints(), default=None)
     if step is None:
         raise CheckpointError(f"{store} holds no committed checkpoint to export.")
     # Use the disk that needs space for the export anyway.
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as name:
-        with _counting(f"copying {store}", store.of_step(step).num_bytes) as seen:
+        with _byte_progress(f"copying {store}", store.of_step(step).num_bytes) as seen:
             folder = store.fetch(step, Path(name), seen=seen)
         convert(folder, output, to="hf", dtype=dtype)
 
 
 @contextmanager
-def _counting(label: str, total: int) -> Iterator[Callable[[int], None]]:
+def _byte_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show progress over ``total`` bytes; yield a function that takes the byte count of each further part."""
     done = 0
     with progress(label, total=total) as update:
@@ -283,14 +288,14 @@ def _checkpoints_of(run: Path) -> list[Path]:
     if (run / MANIFEST).is_file():
         raise CheckpointError(f"{run} is a checkpoint, not a run. Give the run's folder, which has checkpoints/ in it.")
     if not (run / CHECKPOINTS).is_dir() and not (run / "config.toml").is_file():
-        what = "does not exist"
+        reason = "does not exist"
         if run.is_dir():
-            what = "holds neither checkpoints/ nor a config.toml"
-        raise CheckpointError(f"{run} is not a run folder: it {what}. Give the folder that run.output_dir named.")
+            reason = "holds neither checkpoints/ nor a config.toml"
+        raise CheckpointError(f"{run} is not a run folder: it {reason}. Give the folder that run.output_dir named.")
     return checkpoint_format.list_checkpoints(run)
 
 
-def _described(row: Summary, stay: dict[int, str] | None) -> dict[str, Any]:
+def _summary_record(row: Summary, stay: dict[int, str] | None) -> dict[str, Any]:
     kept = None
     if stay is not None:
         kept = stay.get(row.step, "")
@@ -320,20 +325,20 @@ def _cells(row: Summary, stay: dict[int, str] | None) -> list[str]:
 
 def _problems(folder: Path) -> list[str]:
     """Return all problems in one checkpoint, reading its files one by one."""
-    from launcher.checkpoint.load import check_training
+    from launcher.checkpoint.load_checkpoint import check_training
     from longctx.checkpoint_format import CheckpointReader
-    from longctx.conversion.checks import check_tensors
+    from longctx.conversion.checkpoint_checks import check_checkpoint_tensors
 
     try:
         reader = CheckpointReader(folder)
-        check_tensors(reader)
+        check_checkpoint_tensors(reader)
         check_training(reader)
     except LongCtxError as error:
         return [str(error)]
     files = reader.manifest["files"]
-    problems = [f"{name} is not in the manifest: remove it" for name in reader.unlisted()]
+    problems = [f"{name} is not in the manifest: remove it" for name in reader.extra_files()]
     problems += reader.proof_problems()
-    with _counting(f"reading {folder}", sum(entry["bytes"] for entry in files.values())) as seen:
+    with _byte_progress(f"reading {folder}", sum(entry["bytes"] for entry in files.values())) as seen:
         # File by file, so that the progress bar advances.
         for name, entry in files.items():
             problems += reader.verify([name])
@@ -349,17 +354,17 @@ def _problems(folder: Path) -> list[str]:
 
 def _stored_problems(address: str) -> list[dict[str, Any]]:
     """Return the problems of one checkpoint at an address, or of all checkpoints in a run, reading every byte."""
-    from launcher.checkpoint.store import find_address
+    from launcher.checkpoint.checkpoint_store import find_address
 
     store, step = find_address(address)
-    there = store.committed()
+    checkpoints = store.checkpoints()
     # Include a named step even if it is unfinished; it is then reported to have no manifest.
     if step is not None:
-        there = {step: store.of_step(step)}
-    if not there:
+        checkpoints = {step: store.of_step(step)}
+    if not checkpoints:
         raise CheckpointError(f"{store} holds no committed checkpoint to verify.")
     rows = []
-    for stored in there.values():
-        with _counting(f"reading {stored.place}", stored.num_bytes) as seen:
+    for stored in checkpoints.values():
+        with _byte_progress(f"reading {stored.place}", stored.num_bytes) as seen:
             rows.append({"folder": str(stored.place), "problems": stored.verify(seen=seen)})
     return rows

@@ -11,34 +11,34 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
-from launcher.cli.console import human_bytes, note, say
-from launcher.cli.options import Several, flat
-from launcher.wording import plural
+from launcher.cli.cli_output import human_bytes, note, print_line
+from launcher.cli.shared_options import RepeatedValues, flatten_values
+from launcher.wording import format_count
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
+    from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule
     from data_pipeline.prepare.duplicates.outcome import DuplicateReport
-    from data_pipeline.prepare.duplicates.rule import DuplicateRule
     from data_pipeline.prepare.joining import Join
-    from data_pipeline.prepare.parts.engine import Engine
-    from data_pipeline.prepare.sources import Source
+    from data_pipeline.prepare.parts.build_engine import Engine
+    from data_pipeline.prepare.sources import TextSource
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
+class CorpusOptions:
     """Text to read."""
 
     source: Annotated[str, arg(metavar="PATH", help_behavior_hint="(required)")] = ""
     """Folder, file or URL (s3://, gs://): text, .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, also .gz, .bz2,
     .xz, .zst; for pairs also .po, or two texts named by their fields, such as a.en and a.de; or "stdlib", the Python
     source of the standard library."""
-    include: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
+    include: Annotated[RepeatedValues, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Read only relative paths that match, e.g. '*.jsonl.gz' (quote it for the shell)."""
-    exclude: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
+    exclude: Annotated[RepeatedValues, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Leave out relative paths that match, e.g. 'test/*'; matching folders are not searched."""
-    as_text: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
+    as_text: Annotated[RepeatedValues, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Read matching files as plain text, regardless of their suffix, e.g. '*.json' among a program's files."""
-    as_json: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
+    as_json: Annotated[RepeatedValues, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Read matching files as JSON (lines, an array or values), regardless of their suffix, e.g. 'part-*'."""
     text_field: str = "text"
     """Field or column with the text in JSON, CSV, Parquet and Arrow; with --source-field, the target's."""
@@ -64,13 +64,13 @@ class Corpus:
     join_header: Annotated[str, arg(metavar="TEMPLATE")] = ""
     r"""Text before each file, e.g. '# {path}\n'; also {directory} and {name}. Default: empty."""
 
-    def open(self) -> Source:
+    def open(self) -> TextSource:
         """Open the source. Raise DataError if it does not exist, ConfigError if it is unset.
 
         Print a note if the source is not plain text, because this is detected and the user need not request it.
         """
-        from data_pipeline.prepare.reading import Lengths
-        from data_pipeline.prepare.recognise import described
+        from data_pipeline.prepare.detect_format import describe_kind
+        from data_pipeline.prepare.source_reader import Lengths
         from data_pipeline.prepare.sources import open_source
 
         if not self.source:
@@ -80,10 +80,10 @@ class Corpus:
             text_field=self.text_field,
             source_field=self.source_field,
             format=self.format,
-            include=flat(self.include),
-            exclude=flat(self.exclude),
-            as_text=flat(self.as_text),
-            as_json=flat(self.as_json),
+            include=flatten_values(self.include),
+            exclude=flatten_values(self.exclude),
+            as_text=flatten_values(self.as_text),
+            as_json=flatten_values(self.as_json),
             strict=self.strict,
             join=self._joining(),
             lengths=Lengths(min_bytes=self.min_bytes, max_bytes=self.max_bytes),
@@ -91,21 +91,21 @@ class Corpus:
         if source.fields.kind == "pairs":
             note(f"{self.source}: pairs, {source.fields.source!r} to {source.fields.text!r}")
         elif source.fields.kind != "text":
-            note(f"{self.source}: conversations {described(source.fields.kind)}")
+            note(f"{self.source}: conversations {describe_kind(source.fields.kind)}")
         return source
 
     def arguments(self) -> list[str]:
         """Return the options as the user gave them, for a suggested command line."""
         arguments = ["--source", self.source]
         # Only changed options, so that the suggested command stays short.
-        defaults = Corpus(source=self.source)
+        defaults = CorpusOptions(source=self.source)
         for f in fields(self):
             value = getattr(self, f.name)
             if value == getattr(defaults, f.name):
                 continue
             arguments.append(f"--{f.name.replace('_', '-')}")
             if isinstance(value, list):
-                arguments += flat(value)
+                arguments += flatten_values(value)
             elif value is not True:
                 arguments.append(str(value))
         return arguments
@@ -184,7 +184,7 @@ class Duplicates:
     def rule(self) -> DuplicateRule:
         """Build and validate the rule from the options."""
         # Deferred, as in every verb: `--help` must not import the data pipeline.
-        from data_pipeline.prepare.duplicates.rule import DuplicateRule
+        from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule
 
         return DuplicateRule(
             kind=self.duplicates,
@@ -203,17 +203,17 @@ def say_left_out(
 
     if not counts:
         return
-    heading = "Left out:"
+    header = "Left out:"
     if file is not None:
-        heading = f"Left out (all names in {file}):"
-    say("\n".join([heading] + [f"  {line}" for line in left_out_lines(counts, examples)]))
+        header = f"Left out (all names in {file}):"
+    print_line("\n".join([header] + [f"  {line}" for line in left_out_lines(counts, examples)]))
 
 
 def duplicate_lines(report: DuplicateReport) -> list[str]:
     """Describe a build's duplicates: the number removed, some examples, and group sizes."""
     counts = report.counts
     # Over all kinds: a threshold that is too low shows as one group as large as the corpus.
-    groups = f"{plural(counts.groups, 'group')} of documents, the largest of {counts.largest_group:,}."
+    groups = f"{format_count(counts.groups, 'group')} of documents, the largest of {counts.largest_group:,}."
     if report.file is None:
         if not counts.groups:
             return ["Duplicates: none found."]
@@ -238,7 +238,7 @@ def duplicate_lines(report: DuplicateReport) -> list[str]:
 
 def read_so_far(documents: int, text_bytes: int) -> str:
     """Format the amount read so far, for progress or results."""
-    return f"{plural(documents, 'document')}, {human_bytes(text_bytes)}"
+    return f"{format_count(documents, 'document')}, {human_bytes(text_bytes)}"
 
 
 def _unescaped(template: str) -> str:

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional, arg
 
-from launcher.cli.console import Json, progress, say, say_json, table
-from launcher.wording import plural
+from launcher.cli.cli_output import Json, print_json, print_line, progress, table
+from launcher.wording import format_count
 from longctx.errors import ConfigError
 
 Kind = Literal["best_fit", "concatenate", "one_document"]
 
 if TYPE_CHECKING:
-    from data_pipeline.mixture.order import Forecast
-    from data_pipeline.rows.blocks import PackReport
-    from data_pipeline.rows.survey import Survey
-    from launcher.config.resolve import Machine
-    from launcher.config.sections import RunConfig
+    from data_pipeline.mixture.mixed_order import MixtureEstimate
+    from data_pipeline.rows.epoch_blocks import PackReport
+    from data_pipeline.rows.row_preview import RowPreview
+    from launcher.config.config_sections import RunConfig
+    from launcher.config.resolve import TargetMachine
 
 
-def plan(
+def plan_rows(
     *,
     config: Annotated[str | None, arg(metavar="F.toml")] = None,
     ranks: int = 0,
@@ -47,15 +47,15 @@ def plan(
         raise ConfigError(f"--ranks {ranks} must be at least 1, or 0 as if it were left out.")
     from data_pipeline.inspect import PLANNED_DOCUMENTS
     from data_pipeline.loader import open_order
-    from data_pipeline.mixture.order import MixedOrder
-    from data_pipeline.rows.sides import Sides, documents_in, sides_of
-    from data_pipeline.rows.survey import survey
+    from data_pipeline.mixture.mixed_order import MixedOrder
+    from data_pipeline.rows.row_preview import preview_rows
+    from data_pipeline.rows.row_reader import RowReader, documents_in, reader_options_for
     from data_pipeline.shards.reader import ShardSet
-    from launcher.config.check import check_run
-    from launcher.config.load import load_run_config
-    from launcher.config.resolve import settle
+    from launcher.config.load_config import load_run_config
+    from launcher.config.resolve import resolve_without_data
+    from launcher.config.run_config_rules import check_run
     from launcher.metrics.throughput import training_flops
-    from launcher.plan.world import World
+    from launcher.plan.planned_world import World
 
     argv = list(settings)
     if config is not None:
@@ -64,39 +64,43 @@ def plan(
     world = World.of(run_config, ranks)
     check_run(run_config, world.ranks)
     # Rows per micro-batch may depend on the ranks.
-    run_config = settle(run_config, _machine(run_config, world.ranks))
+    run_config = resolve_without_data(run_config, _machine(run_config, world.ranks))
     data, micro_batches = run_config.data, run_config.micro_batches(world.ranks)
     open_folder = partial(ShardSet.open, verify=False, cache=data.cache)
     seed, packing, source_seq_len = run_config.run.seed, run_config.packing, data.source_seq_len
     order_of = {"seed": seed, "packing": packing, "source_seq_len": source_seq_len}
     folders, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
-    of_sides = sides_of(folders, packing, data.seq_len, source_seq_len, seed=seed)
-    sides = Sides(documents_in(folders, order.fims), data.seq_len, source_seq_len=source_seq_len, **of_sides)
+    source_options = reader_options_for(folders, packing, data.seq_len, source_seq_len, seed=seed)
+    document_reader = RowReader(
+        documents_in(folders, order.fim_by_folder), data.seq_len, source_seq_len=source_seq_len, **source_options
+    )
     cost = partial(training_flops, run_config.model.config())
     # Depends on the resolved ZeRO stage.
-    lockstep = run_config.in_lockstep
+    sync_micro_batches = run_config.sync_micro_batches
     with progress(f"planning {data.train}"):
-        found = survey(
+        found = preview_rows(
             order,
-            sides,
+            document_reader,
             micro_batches,
             cost,
             documents=PLANNED_DOCUMENTS,
-            lockstep=lockstep,
+            sync_per_micro_batch=sync_micro_batches,
         )
     if json:
-        say_json(dataclasses.asdict(found))
+        print_json(dataclasses.asdict(found))
         return
     each = sum(micro_batches.sizes)
-    say(
+    print_line(
         f"{run_config.data.train}: rows of {run_config.data.seq_len:,} tokens on "
-        f"{plural(micro_batches.data_degree, 'data rank')}, {plural(each, 'row')} a step on each\n"
+        f"{format_count(micro_batches.data_degree, 'data rank')}, {format_count(each, 'row')} a step on each\n"
     )
-    say(table(["", ""], _lines(found, run_config.train.steps, lockstep=lockstep)))
-    say("\n" + table(["tokens of a piece", "share of tokens"], _lengths(found)))
+    print_line(table(["", ""], _lines(found, run_config.train.steps, sync_micro_batches=sync_micro_batches)))
+    print_line("\n" + table(["tokens of a piece", "share of tokens"], _lengths(found)))
     if isinstance(order, MixedOrder):
         rows = run_config.train.steps * run_config.rows_per_step
-        say("\n" + table(["source", "tokens of the run", "passes"], _sources(order.forecast(order.start(), rows))))
+        print_line(
+            "\n" + table(["source", "tokens of the run", "passes"], _sources(order.estimate_usage(order.start(), rows)))
+        )
 
 
 def sample(
@@ -132,29 +136,29 @@ def sample(
         source_seq_len: Its data.source_seq_len, for pairs.
         output: File to write; default: standard output.
     """
-    from data_pipeline.inspect import sample_rows
+    from data_pipeline.inspect import decode_rows
     from data_pipeline.rows.fim import FimRule
     from data_pipeline.rows.pack import Packing
 
     rule = Packing(packing, min_rest_tokens, FimRule(fim_rate, fim_spm_rate, fim_segment_tokens))
     which = {"rows": rows, "first_row": first_row, "seed": seed, "packing": rule}
-    sampled = sample_rows(folder, seq_len=seq_len, source_seq_len=source_seq_len, **which)
+    sampled = decode_rows(folder, seq_len=seq_len, source_seq_len=source_seq_len, **which)
     if output is None:
         for row in sampled:
-            say(row)
+            print_line(row)
         return
     from longctx.files import write_atomically
 
     text = "\n".join(sampled)
     write_atomically(output, text.encode())
-    say(f"Written to {output}: {len(text):,} characters.")
+    print_line(f"Written to {output}: {len(text):,} characters.")
 
 
-def _machine(config: RunConfig, ranks: int) -> Machine:
+def _machine(config: RunConfig, ranks: int) -> TargetMachine:
     """Return the machine for a run on ``ranks`` ranks, with the config's device or this machine's."""
     import torch
 
-    from launcher.config.resolve import Machine
+    from launcher.config.resolve import TargetMachine
 
     device_type = config.run.device
     if device_type == "auto":
@@ -162,53 +166,53 @@ def _machine(config: RunConfig, ranks: int) -> Machine:
         if torch.cuda.is_available():
             device_type = "cuda"
     # Rows do not depend on the dtype, so native bfloat16 is assumed.
-    return Machine(ranks=ranks, device_type=device_type, native_bfloat16=True)
+    return TargetMachine(ranks=ranks, device_type=device_type, native_bfloat16=True)
 
 
-def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:
+def _lines(found: RowPreview, steps: int, *, sync_micro_batches: bool) -> list[list[str]]:
     """Build table rows about packing cost and balance between ranks."""
-    packing, about = found.packing, ""
+    packing, prefix = found.packing, ""
     if not packing.exact:
-        about = "about "
+        prefix = "about "
     lines = [
-        ["rows of an epoch", f"{about}{packing.rows:,}"],
-        ["steps of an epoch", f"{about}{found.steps_of_epoch:,.1f}"],
-        ["passes of the run", f"{about}{steps / max(found.steps_of_epoch, 1e-9):,.2f}"],
-        ["padding", f"{about}{packing.padding_share:.2%}"],
+        ["rows of an epoch", f"{prefix}{packing.rows:,}"],
+        ["steps of an epoch", f"{prefix}{found.steps_of_epoch:,.1f}"],
+        ["passes of the run", f"{prefix}{steps / max(found.steps_of_epoch, 1e-9):,.2f}"],
+        ["padding", f"{prefix}{packing.padding_share:.2%}"],
     ]
     lines.extend([name, count] for name, count in left_out(packing).items())
-    busiest = "busiest rank"
-    if lockstep:
+    label = "busiest rank"
+    if sync_micro_batches:
         # With these settings ranks wait for each other in every micro-batch, not only once per step.
-        busiest = "busiest rank of each micro-batch"
+        label = "busiest rank of each micro-batch"
     for name, factors in (("in their order", found.work.in_order), ("data.balance", found.work.balanced)):
         if factors:
             mean, most = statistics.fmean(factors), max(factors)
-            lines.append([f"{busiest}, rows {name}", f"{mean:.3f} times the mean ({most:.3f} at most)"])
+            lines.append([f"{label}, rows {name}", f"{mean:.3f} times the mean ({most:.3f} at most)"])
     return lines
 
 
 def left_out(packing: PackReport) -> dict[str, str]:
     """Count documents and tokens that rows truncate or omit, keyed by table row names."""
-    about = ""
+    prefix = ""
     if not packing.exact:
-        about = "about "
+        prefix = "about "
     if packing.pairs_left_out is not None:
-        return {"pairs left out, longer than a row on either side": f"{about}{packing.pairs_left_out:,}"}
+        return {"pairs left out, longer than a row on either side": f"{prefix}{packing.pairs_left_out:,}"}
     return {
-        "documents longer than a row": f"{about}{packing.documents_cut:,}",
-        "truncated tokens": f"{about}{packing.truncated_tokens:,}",
+        "documents longer than a row": f"{prefix}{packing.documents_cut:,}",
+        "truncated tokens": f"{prefix}{packing.truncated_tokens:,}",
     }
 
 
-def _sources(found: Forecast) -> list[list[str]]:
+def _sources(found: MixtureEstimate) -> list[list[str]]:
     rows = [[source.name, f"{source.tokens:,.0f}", f"{source.epochs:.2f}"] for source in found.sources]
     if found.missing_tokens >= 1:
         rows.append(["(used up: missing)", f"{found.missing_tokens:,.0f}", ""])
     return rows
 
 
-def _lengths(found: Survey) -> list[list[str]]:
+def _lengths(found: RowPreview) -> list[list[str]]:
     total = sum(found.piece_tokens.values())
     rows = []
     for name, tokens in found.piece_tokens.items():

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
-from launcher.cli.console import Json, progress, say, say_json
+from launcher.cli.cli_output import Json, print_json, print_line, progress
 from launcher.cluster.exit import DONE, FAILED
-from launcher.wording import plural
+from launcher.wording import format_count
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from launcher.doctor.finding import Finding
-    from launcher.doctor.hosts import Host
-    from launcher.doctor.machine import Machine, Options
-    from launcher.doctor.network.check import Network
+    from launcher.doctor.check_result import CheckResult
+    from launcher.doctor.host_checks import Host
+    from launcher.doctor.machine_checks import CheckOptions, MachineReport
+    from launcher.doctor.network.network_check import Network
 
 _LARGEST_PORT = 65535
 
@@ -53,76 +53,87 @@ def doctor(
     if world_size < 0:
         raise ConfigError(f"--world-size {world_size} must be at least 1, or 0 as if it were left out.")
     from launcher.cluster.hostfile import read_hostfile
-    from launcher.doctor.machine import Options, examine
+    from launcher.doctor.machine_checks import CheckOptions, check_machine
 
     slots: dict[str, int] = {}
     if hostfile is not None:
         slots = read_hostfile(hostfile)
-    options = Options(folder=folder, port=master_port, world_size=world_size or sum(slots.values()) or 1)
+    options = CheckOptions(folder=folder, port=master_port, world_size=world_size or sum(slots.values()) or 1)
     with progress("checking this machine"):
         # With a hostfile, the port belongs to its first host, which is checked over ssh.
-        here = examine(replace(options, port=0) if slots else options)
-    hosts = _hosts(slots, here, options)
+        this_machine = check_machine(replace(options, port=0) if slots else options)
+    hosts = _hosts(slots, this_machine, options)
     network = None
     # Last, because it connects only hosts that answered over ssh.
     if not local:
-        network = _network(hostfile, slots, here, hosts, port=master_port, wanted=links)
-    return _say(here, hosts, network, json)
+        network = _network(hostfile, slots, this_machine, hosts, port=master_port, wanted=links)
+    return _say(this_machine, hosts, network, json)
 
 
-def _hosts(slots: dict[str, int], here: Machine, options: Options) -> list[Host]:
+def _hosts(slots: dict[str, int], this_machine: MachineReport, options: CheckOptions) -> list[Host]:
     if not slots:
         return []
-    from launcher.doctor.hosts import check_start, examine_hosts
+    from launcher.doctor.host_checks import check_deepspeed_launch, check_remote_hosts
 
-    with progress(f"asking {plural(len(slots), 'host')}", total=len(slots)) as update:
-        hosts = examine_hosts(slots, here, options, asked=update)
+    with progress(f"asking {format_count(len(slots), 'host')}", total=len(slots)) as update:
+        hosts = check_remote_hosts(slots, this_machine, options, on_progress=update)
     # This part of a start happens on this machine, so its findings belong to it.
-    here.findings.extend(check_start(slots, here.facts.name))
+    this_machine.findings.extend(check_deepspeed_launch(slots, this_machine.facts.name))
     return hosts
 
 
 def _network(
-    hostfile: Path | None, slots: dict[str, int], here: Machine, hosts: list[Host], *, port: int, wanted: bool
+    hostfile: Path | None,
+    slots: dict[str, int],
+    this_machine: MachineReport,
+    hosts: list[Host],
+    *,
+    port: int,
+    wanted: bool,
 ) -> Network:
     """Check the network between the hosts that answer, or between one machine's GPUs."""
-    from launcher.doctor.network.check import Network, check_hosts, check_this_machine
-    from launcher.doctor.network.findings import skipped
+    from launcher.doctor.network.network_check import Network, check_hosts, check_this_machine
+    from launcher.doctor.network.network_results import skipped
 
     if not wanted:
-        return Network(findings=[skipped("--no-links")])
+        return Network(results=[skipped("--no-links")])
     if hostfile is not None and len(slots) > 1:
         with progress("looking at the network between hosts"):
             return check_hosts(hosts, port=port, hostfile=hostfile, num_ranks=sum(slots.values()))
     with progress("looking at the network"):
-        return check_this_machine(len(here.facts.gpus))
+        return check_this_machine(len(this_machine.facts.gpus))
 
 
-def _say(here: Machine, hosts: list[Host], network: Network | None, as_json: bool) -> int:
+def _say(this_machine: MachineReport, hosts: list[Host], network: Network | None, as_json: bool) -> int:
     """Print all findings and return the exit code."""
     from dataclasses import asdict
 
-    from launcher.doctor.finding import lines_of, summary, worst
-    from launcher.doctor.hosts import lines_of_hosts
+    from launcher.doctor.check_result import format_results, results_summary, worst
+    from launcher.doctor.host_checks import lines_of_hosts
 
     # The exit code depends on all findings, so they are collected before anything is printed.
-    of_network: list[Finding] = []
+    of_network: list[CheckResult] = []
     if network is not None:
-        of_network = network.findings
-    findings = here.findings + [finding for host in hosts for finding in host.findings] + of_network
-    verdict = worst(findings)
+        of_network = network.results
+    entries = this_machine.findings + [entry for host in hosts for entry in host.results] + of_network
+    status = worst(entries)
     if as_json:
         of_hosts = {
-            host.name: {"verdict": worst(host.findings), "findings": [asdict(finding) for finding in host.findings]}
+            host.name: {"verdict": worst(host.results), "findings": [asdict(entry) for entry in host.results]}
             for host in hosts
         }
-        result = here.to_json() | {"hosts": of_hosts, "verdict": verdict}
+        result = this_machine.to_json() | {"hosts": of_hosts, "verdict": status}
         if network is not None:
             result["links"] = network.to_json()
-        say_json(result)
+        print_json(result)
     else:
-        for line in lines_of(here.findings) + lines_of_hosts(hosts) + lines_of(of_network) + [summary(findings)]:
-            say(line)
-    if verdict == "fail":
+        for line in (
+            format_results(this_machine.findings)
+            + lines_of_hosts(hosts)
+            + format_results(of_network)
+            + [results_summary(entries)]
+        ):
+            print_line(line)
+    if status == "fail":
         return FAILED
     return DONE

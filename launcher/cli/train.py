@@ -12,9 +12,9 @@ from typing import Annotated
 
 import tyro
 
-from launcher.cli.console import command, note
+from launcher.cli.cli_output import command_line, note
 from launcher.config.flags import key_of_flag, take_flag
-from launcher.wording import plural
+from launcher.wording import format_count
 from longctx.errors import ClusterError, ConfigError
 
 MOST_RANKS = 1024
@@ -35,7 +35,7 @@ def train(
         ranks: Processes on this machine; 0 is one per GPU, and without GPUs as many as the settings need.
         hostfile: File with a line `HOST slots=N` per machine; these are reached over ssh.
     """
-    from launcher.config.load import load_run_config
+    from launcher.config.load_config import load_run_config
 
     # Report invalid settings here, once, before any rank starts.
     config = load_run_config(list(settings))
@@ -43,27 +43,30 @@ def train(
     needed = math.lcm(config.parallel.context, config.parallel.expert)
     if not hostfile:
         # On one machine only: the quickstart must run on any number of GPUs without further flags.
-        settings = _fitted(settings, ranks or _num_gpus(settings), config.parallel.context)
+        settings = _fit_context(settings, ranks or _num_gpus(settings), config.parallel.context)
     return start("train", "pretrain.py", settings, ranks=ranks, hostfile=hostfile, needed=needed)
 
 
 def _num_gpus(settings: Sequence[str]) -> int:
-    from launcher.cluster.ranks import num_gpus
+    from launcher.cluster.local_ranks import num_gpus
 
     return 0 if _on_cpu(settings) else num_gpus()
 
 
-def _fitted(settings: Sequence[str], ranks: int, context: int) -> tuple[str, ...]:
+def _fit_context(settings: Sequence[str], ranks: int, context: int) -> tuple[str, ...]:
     """Return the settings with a fitting context degree if the current one is only the quickstart's default."""
     chosen = {key_of_flag(word) for word in settings if word.startswith("--")}
     if not ranks or ranks % context == 0 or chosen & {"config", "parallel.context", "run.start_from"}:
         return tuple(settings)
     fitting = str(math.gcd(ranks, context))
-    note(f"The quickstart's parallel.context={context} does not divide {plural(ranks, 'rank')}: it is {fitting} here.")
+    note(
+        f"The quickstart's parallel.context={context} does not divide {format_count(ranks, 'rank')}: it is "
+        f"{fitting} here."
+    )
     return (*settings, "--parallel.context", fitting)
 
 
-def verify(
+def verify_ranks(
     *,
     ranks: int = 0,
     hostfile: str = "",
@@ -78,7 +81,7 @@ def verify(
         ranks: Processes on this machine; 0 is one per GPU, and without GPUs as many as the settings need.
         hostfile: File with a line `HOST slots=N` per machine; these are reached over ssh.
     """
-    from launcher.config.load import load_run_config
+    from launcher.config.load_config import load_run_config
     from launcher.verification.probes import without_probe
 
     config = load_run_config(without_probe(settings)[0])
@@ -92,7 +95,7 @@ def start(verb: str, script: str, arguments: Sequence[str], *, ranks: int, hostf
     Raise ConfigError if both ``ranks`` and ``hostfile`` are given, or inside a rank. Raise ClusterError if the file is
     unusable, or in one of several scheduler tasks.
     """
-    from launcher.cluster.ranks import num_gpus, run_ranks
+    from launcher.cluster.local_ranks import num_gpus, run_ranks
     from launcher.cluster.scheduler import check_tasks
 
     if "RANK" in os.environ:
@@ -106,7 +109,7 @@ def start(verb: str, script: str, arguments: Sequence[str], *, ranks: int, hostf
     if not 0 <= ranks <= MOST_RANKS:
         raise ConfigError(f"--ranks {ranks} must be 1 to {MOST_RANKS}, or 0 for one each GPU.")
     if hostfile:
-        return _run_on_hosts(command(verb), hostfile, script, arguments)
+        return _run_on_hosts(command_line(verb), hostfile, script, arguments)
     if verb == "generate" and sys.stdin.isatty() and not _names_prompts(arguments):
         raise ConfigError(
             "--ranks: several ranks read no terminal. Give the turns in a file: longctx generate … < F.txt"
@@ -116,8 +119,8 @@ def start(verb: str, script: str, arguments: Sequence[str], *, ranks: int, hostf
         ranks = needed
     ranks = ranks or num_gpus() or needed
     # Ranks take seconds until their first output, because they import torch and DeepSpeed.
-    note(f"Starting {plural(ranks, 'rank')} of {verb} on this machine.")
-    return run_ranks(command(verb), script, arguments, ranks)
+    note(f"Starting {format_count(ranks, 'rank')} of {verb} on this machine.")
+    return run_ranks(command_line(verb), script, arguments, ranks)
 
 
 def _names_prompts(arguments: Sequence[str]) -> bool:
@@ -138,27 +141,27 @@ def _run_on_hosts(called: str, hostfile: str, script: str, arguments: Sequence[s
     host that does not answer, and ConfigError for text that a remote shell would not read literally.
     """
     from launcher.cluster.hostfile import is_own_name, read_hostfile
-    from launcher.cluster.ranks import ROOT, run_ranks
+    from launcher.cluster.local_ranks import ROOT, run_ranks
     from launcher.cluster.remote_shell import check_deepspeed_line
-    from launcher.cluster.sessions import Stop, run_command
-    from launcher.supervise.hosts import silent_hosts
+    from launcher.cluster.sessions import SignalForwarder, run_in_group
+    from launcher.supervise.host_selection import offline_hosts
 
     slots = read_hostfile(Path(hostfile))
     if len(slots) == 1 and is_own_name(next(iter(slots)), socket.gethostname()):
         return run_ranks(called, script, arguments, sum(slots.values()))
     # Use the program next to this Python, which ranks find by its name. --local_rank differs between ranks and is read
     # by no script. Without --force_multi, deepspeed would start the ranks for a single remote host on this machine.
-    starter = [str(Path(sys.executable).parent / "deepspeed"), "--no_local_rank", "--force_multi"]
-    starter += ["--hostfile", hostfile, str(ROOT / "launcher" / script)]
-    check_deepspeed_line(starter, arguments)
-    silent = silent_hosts(slots, ask_one=True)
-    if silent:
+    launch_words = [str(Path(sys.executable).parent / "deepspeed"), "--no_local_rank", "--force_multi"]
+    launch_words += ["--hostfile", hostfile, str(ROOT / "launcher" / script)]
+    check_deepspeed_line(launch_words, arguments)
+    offline = offline_hosts(slots, ask_one=True)
+    if offline:
         raise ClusterError(
-            f"{', '.join(silent)} of {hostfile} does not answer over ssh without a password.\n"
-            f"{command('doctor', '--hostfile', hostfile)} asks each host and says what is wrong there."
+            f"{', '.join(offline)} of {hostfile} does not answer over ssh without a password.\n"
+            f"{command_line('doctor', '--hostfile', hostfile)} asks each host and says what is wrong there."
         )
-    stop = Stop()
+    stop = SignalForwarder()
     with stop.listening():
         # A supervisor for this process searches its session for the ranks.
-        code, _ = run_command(starter + list(arguments), stop, own_session=False)
+        code, _ = run_in_group(launch_words + list(arguments), stop, own_session=False)
     return code

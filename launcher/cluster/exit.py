@@ -15,15 +15,15 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from launcher.cluster.stopping import Signalled, end_for
+from launcher.cluster.stop_request import Signalled, end_for
 from longctx.errors import ConfigError, LongCtxError
 from longctx_train import FIRST_PARENT
 from parallel.runtime.launched import environment_rank
-from parallel.runtime.parents import Launcher, launchers_above, was_orphaned, watch_launchers
-from parallel.runtime.watch.current import say_when_interrupted, stop_watch, watching
+from parallel.runtime.launcher_processes import Launcher, find_launcher_chain, was_orphaned, watch_launcher_processes
+from parallel.runtime.watch.current import active_watch, set_stop_text, stop_watch
+from parallel.runtime.watch.ending_signals import signal_text
 from parallel.runtime.watch.failure import Failure
-from parallel.runtime.watch.interrupts import ended_by
-from parallel.runtime.watch.last_words import end_process, say, speak_where_typed
+from parallel.runtime.watch.last_words import end_process, print_last_message, speak_where_typed
 from parallel.runtime.watch.member import Member, text_of
 from parallel.runtime.watch.member import log as watch_log
 
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 # Without a run folder there is no log file: Python would print each error a second time.
 log.addHandler(logging.NullHandler())
 
-DONE, FAILED, WRONG_USAGE, NOT_IN_STORE, STOPPED, INTERRUPTED = 0, 1, 2, 74, 75, 130
+DONE, FAILED, USAGE_ERROR, NOT_IN_STORE, STOPPED, ABORTED = 0, 1, 2, 74, 75, 130
 """By sysexits.h: STOPPED is a temporary failure (the run was asked to stop, has saved, and can go on), NOT_IN_STORE one
 of input and output (the run is done, and its last checkpoint is here and not in its store)."""
 # Messages of gloo, NCCL and the rendezvous store when another rank has ended.
-_LOST_PEER = (
+_PEER_ERRORS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out"),
     *("remote process exited", "ncclRemoteError", "failed to recv"),
 )
@@ -49,7 +49,7 @@ HEAD_START_SECONDS = 10.0
 BACKGROUND = "longctx-background "
 """How the names of daemon threads begin whose libraries may wait for them, without a limit, when Python exits."""
 
-_HEARD_SECONDS = 3.0
+_FIRST_FAILURE_SECONDS = 3.0
 """How long a rank that lost contact with another one waits to hear why."""
 
 _GO_ON = "Interrupted. Go on from the newest checkpoint with --run.resume latest."
@@ -68,25 +68,25 @@ def end_orphaned(launcher: Launcher | str) -> None:
 def run_script(
     action: Callable[[], int | None],
     *,
-    interrupted: str = _GO_ON,
-    when_orphaned: Callable[[Launcher | str], None] = end_orphaned,
+    abort_message: str = _GO_ON,
+    on_orphaned: Callable[[Launcher | str], None] = end_orphaned,
 ) -> NoReturn:
     """Run ``action`` and end this process with its exit code. Every script that runs over ranks calls this.
 
-    ``when_orphaned`` is called in a thread once the launcher, or the launcher's parent, is gone.
+    ``on_orphaned`` is called in a thread once the launcher, or the launcher's parent, is gone.
     """
     if was_orphaned(FIRST_PARENT):
-        when_orphaned("what started this rank")
-    launchers = launchers_above()
-    speak_where_typed(launchers)
-    watch_launchers(launchers, when_orphaned)
-    code = run_to_exit_code(action, interrupted=interrupted)
+        on_orphaned("what started this rank")
+    ancestors = find_launcher_chain()
+    speak_where_typed(ancestors)
+    watch_launcher_processes(ancestors, on_orphaned)
+    code = run_to_exit_code(action, abort_message=abort_message)
     if code == DONE:
         stop_watch()
         if not any(thread.name.startswith(BACKGROUND) for thread in threading.enumerate()):
             sys.exit(DONE)
     # Not sys.exit: leaving the process group, or a busy GPU, may wait forever for other ranks.
-    member = watching()
+    member = active_watch()
     if member is not None:
         member.end(code)
     end_process(code)
@@ -99,77 +99,79 @@ def end_stopped(text: str) -> int:
     return STOPPED
 
 
-def run_to_exit_code(action: Callable[[], int | None], *, interrupted: str = _GO_ON) -> int:
+def run_to_exit_code(action: Callable[[], int | None], *, abort_message: str = _GO_ON) -> int:
     """Run ``action`` and return the exit code: its own if it returns one. If it raises, report the error.
 
-    Errors in the user's input are raised on every rank, so only rank 0 reports them. ``interrupted`` is printed after
+    Errors in the user's input are raised on every rank, so only rank 0 reports them. ``abort_message`` is printed after
     Ctrl-C. With several ranks a failure of this one ends all of them, and this one ends with the code of the first
     failure.
     """
-    say_when_interrupted(interrupted)
+    set_stop_text(abort_message)
     try:
         try:
             return action() or DONE
         except BaseException as error:
-            member = watching()
+            member = active_watch()
             if member is not None:
                 member.take_over()
-            return _end(_failure_of(error, interrupted))
+            return _end(_failure_of(error, abort_message))
     except KeyboardInterrupt:
         # Raised while an error was reported: by the user, or by the watch because another rank failed.
-        member = watching()
+        member = active_watch()
         if member is None or member.line.first is None:
-            return INTERRUPTED
-        return member.line.first.code or INTERRUPTED
+            return ABORTED
+        return member.line.first.code or ABORTED
 
 
-def _failure_of(error: BaseException, interrupted: str) -> Failure:
+def _failure_of(error: BaseException, abort_message: str) -> Failure:
     """Return the failure for an error: message, exit code, and whether every rank is about to end with the same one."""
     if isinstance(error, LongCtxError):
         code = FAILED
         if isinstance(error, ConfigError):
-            code = WRONG_USAGE
-        return _failure(code, f"{type(error).__name__}: {error}", alike=True, follows=_is_lost_peer(error.__cause__))
+            code = USAGE_ERROR
+        return _failure(
+            code, f"{type(error).__name__}: {error}", on_all_ranks=True, follows=_is_peer_error(error.__cause__)
+        )
     if isinstance(error, SystemExit):
         # tyro has printed why.
-        return _failure(_code_of(error), "", alike=True)
+        return _failure(_code_of(error), "", on_all_ranks=True)
     if isinstance(error, Signalled):
-        return _failure(128 + error.number, ended_by(error.number), alike=False)
+        return _failure(128 + error.number, signal_text(error.number), on_all_ranks=False)
     if isinstance(error, KeyboardInterrupt):
         # Every rank gets the signal; one message is enough.
-        return _failure(INTERRUPTED, interrupted, alike=True)
+        return _failure(ABORTED, abort_message, on_all_ranks=True)
     # Possibly an error of this rank alone, so it cannot leave the report to rank 0.
-    return _failure(FAILED, _explain(error), alike=False, follows=_is_lost_peer(error))
+    return _failure(FAILED, _local_report(error), on_all_ranks=False, follows=_is_peer_error(error))
 
 
-def _failure(code: int, text: str, *, alike: bool, follows: bool = False) -> Failure:
+def _failure(code: int, text: str, *, on_all_ranks: bool, follows: bool = False) -> Failure:
     """Return a failure of this rank, or the other rank's failure that it ``follows`` from, if received in time."""
-    member = watching()
+    member = active_watch()
     if follows and member is not None:
         # A lost connection shows within milliseconds, but news of the rank that failed first takes longer.
-        first = member.line.wait(_HEARD_SECONDS)
+        first = member.line.wait(_FIRST_FAILURE_SECONDS)
         if first is not None:
             return first
-    return Failure(rank=_rank(), code=code, text=text, alike=alike)
+    return Failure(rank=_rank(), code=code, text=text, is_shared=on_all_ranks)
 
 
 def _end(failure: Failure) -> int:
     """Report a failure to the other ranks, then to the user; return the exit code."""
-    member = watching()
+    member = active_watch()
     if failure.code == DONE:
         return DONE
     if member is None:
         # Alone, or before ranks have met. The deepspeed launcher ends every rank as soon as one has failed.
-        if _rank() == 0 or not failure.alike:
+        if _rank() == 0 or not failure.is_shared:
             _report(failure.text)
         else:
             _log(failure.text)
             time.sleep(HEAD_START_SECONDS)
         return failure.code
     first = member.line.announce(failure)
-    if first.rank == _rank() or (first.alike and failure.alike):
+    if first.rank == _rank() or (first.is_shared and failure.is_shared):
         _report_together(member, failure)
-    elif first.alike and _rank() == 0:
+    elif first.is_shared and _rank() == 0:
         # Another rank met an error that all ranks should meet, and this rank met a different one instead.
         _report_together(member, first)
     return first.code
@@ -177,7 +179,7 @@ def _end(failure: Failure) -> int:
 
 def _report_together(member: Member, failure: Failure) -> None:
     """Report the failure if this is the reporting rank; otherwise wait until rank 0 has reported it."""
-    if not failure.alike:
+    if not failure.is_shared:
         _report(failure.text)
     elif _rank() == 0 and not member.may_report():
         # The watch has reported already: this rank was late.
@@ -199,16 +201,16 @@ def _code_of(ending: SystemExit) -> int:
     return FAILED
 
 
-def _is_lost_peer(error: BaseException | None) -> bool:
+def _is_peer_error(error: BaseException | None) -> bool:
     """Return whether this is an error that gloo or NCCL raises when another rank has ended."""
-    return error is not None and any(sign in str(error) for sign in _LOST_PEER)
+    return error is not None and any(sign in str(error) for sign in _PEER_ERRORS)
 
 
-def _explain(error: BaseException) -> str:
+def _local_report(error: BaseException) -> str:
     """Return the report of an error that may be this rank's alone."""
     who = f"rank {_rank()}"
     # Not the cause: the rank that ended first has the cause in its own report.
-    if _is_lost_peer(error):
+    if _is_peer_error(error):
         return f"{who} lost contact with another rank and stops: {str(error).splitlines()[0]}"
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
         return f"{who} could not write: {error}.\nFree some space, then go on with --run.resume latest."
@@ -220,8 +222,8 @@ def _explain(error: BaseException) -> str:
             "Its folder or file system was removed, unmounted or made read-only. Mend that, then go on with "
             "--run.resume latest."
         )
-    described = "".join(traceback.format_exception(error))
-    return f"{who} met an unexpected error; this is a fault of longctx:\n{described}"
+    trace = "".join(traceback.format_exception(error))
+    return f"{who} met an unexpected error; this is a fault of longctx:\n{trace}"
 
 
 def _rank() -> int:
@@ -232,7 +234,7 @@ def _rank() -> int:
 def _report(text: str) -> None:
     """Write ``text`` to standard error and to the log, unless it is empty."""
     if text:
-        say(text)
+        print_last_message(text)
         _log(text)
 
 

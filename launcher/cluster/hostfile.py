@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from longctx.errors import ClusterError
-from longctx.untrusted.reading import read_bounded, shown
+from longctx.untrusted.strict_json import read_bounded, shown
 
 # No leading dash: ssh would read such a host as an option.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
@@ -77,9 +77,11 @@ def read_hostfile(path: Path) -> dict[str, int]:
     slots: dict[str, int] = {}
     # Split lines as deepspeed does, also at Windows line ends.
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
-        strange = _CONTROL.search(line)
-        if strange is not None:
-            raise ClusterError(f"{path}:{number}: {shown(line)} has the character {strange[0]!r} in it. Remove it.")
+        control_char = _CONTROL.search(line)
+        if control_char is not None:
+            raise ClusterError(
+                f"{path}:{number}: {shown(line)} has the character {control_char[0]!r} in it. Remove it."
+            )
         fields = line.split("#")[0].split()
         if not fields:
             continue

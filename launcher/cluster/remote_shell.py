@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launcher.cluster.hostfile import DEFAULT_HOSTFILE, check_host_name, read_hostfile
 from longctx.errors import ConfigError
-from longctx.untrusted.reading import read_bounded, shown
+from longctx.untrusted.strict_json import read_bounded, shown
 
 # No tilde or brace, which a shell may expand, and no "%", which pdsh expands.
 _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "NEBULA")
 """Name prefixes of variables that ``deepspeed`` exports to other machines."""
 _MOST_BYTES = 2**20
-_CHECKED = {
+_VALIDATED_OPTIONS = {
     "--master_addr": "the name or address of a host",
     "--master_port": "a number",
     "--ssh_port": "a number",
@@ -44,40 +44,40 @@ _CHECKED = {
 """``deepspeed`` options with values that a shell or ssh reads, and each value's expected form."""
 
 
-def check_deepspeed_line(starter: Sequence[str], arguments: Sequence[str]) -> None:
+def check_deepspeed_line(launch_words: Sequence[str], arguments: Sequence[str]) -> None:
     """Check a line that starts with ``deepspeed``: hosts, environment files, and text that a shell would read.
 
-    ``starter`` is everything up to and including the script; ``arguments`` are the script's. Other launchers are not
-    checked: torchrun and srun start ranks without a shell.
+    ``launch_words`` is everything up to and including the script; ``arguments`` are the script's. Other launchers are
+    not checked: torchrun and srun start ranks without a shell.
 
     Raise ClusterError for an unusable hostfile, and ConfigError for text that a remote shell would not read literally.
     Call this before any process is started.
     """
-    if not any(Path(word).name in ("deepspeed", "ds") or word == "deepspeed.launcher.runner" for word in starter):
+    if not any(Path(word).name in ("deepspeed", "ds") or word == "deepspeed.launcher.runner" for word in launch_words):
         return
-    options = _options(starter)
+    options = _options(launch_words)
     hostfile = options.get("--hostfile", options.get("-H"))
     if hostfile is None and DEFAULT_HOSTFILE.is_file():
         hostfile = str(DEFAULT_HOSTFILE)
     hosts = 1
     if hostfile is not None:
         hosts = len(read_hostfile(Path(hostfile)))
-    for option, what in _CHECKED.items():
-        _check_option(option, options.get(option), what)
+    for option, expected in _VALIDATED_OPTIONS.items():
+        _check_option(option, options.get(option), expected)
     # With one host deepspeed uses no shell, unless --force_multi, or a prefix of it, is given.
-    if hosts == 1 and not any(len(word) > 2 and "--force_multi".startswith(word) for word in starter):
+    if hosts == 1 and not any(len(word) > 2 and "--force_multi".startswith(word) for word in launch_words):
         return
     for path in environment_files():
         check_environment_file(path)
     for name, value in os.environ.items():
         if name.startswith(_EXPORTED) and not _VALUE.fullmatch(value):
-            raise _refusal(f"the value of the variable {name}", "Change it, or unset it.")
+            raise _unsafe_text_error(f"the value of the variable {name}", "Change it, or unset it.")
     _check_plain(str(Path.cwd()), "the working directory", "Start from a folder without them.", _PLAIN)
-    _check_plain(starter[-1], "the script", "Give its path without them.", _PLAIN)
+    _check_plain(launch_words[-1], "the script", "Give its path without them.", _PLAIN)
     for word in arguments:
         # deepspeed puts an argument with a space into double quotes.
-        advice = "Put the value into the file of --config, which no shell reads."
-        _check_plain(word, "the argument", advice, _PLAIN_WORDS)
+        hint = "Put the value into the file of --config, which no shell reads."
+        _check_plain(word, "the argument", hint, _PLAIN_WORDS)
 
 
 def environment_files(environment: Mapping[str, str] = os.environ) -> list[Path]:
@@ -111,46 +111,46 @@ def check_assignment(line: str, where: str) -> None:
         )
     if not _VALUE.fullmatch(value):
         # Do not show the value: it may be a secret.
-        raise _refusal(
+        raise _unsafe_text_error(
             f"{where}: the value of {name}",
             "A value may be in single quotes, and may refer to variables there, as in PATH=/opt/bin:$PATH.",
         )
 
 
-def _options(starter: Sequence[str]) -> dict[str, str]:
+def _options(launch_words: Sequence[str]) -> dict[str, str]:
     """Parse the starter's checked options and their values: after a space, after a ``=``, or ``-Hvalue``.
 
     As in Python's argparse, a prefix stands for the full option name.
     """
     found: dict[str, str] = {}
-    for word, behind in zip(starter, [*starter[1:], ""], strict=True):
+    for word, next_word in zip(launch_words, [*launch_words[1:], ""], strict=True):
         flag, equals, value = word.partition("=")
-        for name in ("--hostfile", "-H", *_CHECKED):
+        for name in ("--hostfile", "-H", *_VALIDATED_OPTIONS):
             if name.startswith("--") and len(flag) > 2 and name.startswith(flag):
-                found[name] = value if equals else behind
+                found[name] = value if equals else next_word
             elif not name.startswith("--") and word.startswith(name):
-                found[name] = word.removeprefix(name).removeprefix("=") or behind
+                found[name] = word.removeprefix(name).removeprefix("=") or next_word
     return found
 
 
-def _check_option(option: str, value: str | None, what: str) -> None:
+def _check_option(option: str, value: str | None, expected: str) -> None:
     if value is None:
         return
     if option == "--master_addr" and ":" not in value:
         check_host_name(value)
     # ssh and pdsh would read a host that begins with a dash as an option.
-    is_host = what.startswith("hosts")
+    is_host = expected.startswith("hosts")
     if not _PLAIN_WORDS.fullmatch(value) or (is_host and re.search(r"(^|[@,:])-", value)):
-        raise ConfigError(f"{option} {shown(value)} must be {what}.")
+        raise ConfigError(f"{option} {shown(value)} must be {expected}.")
 
 
-def _check_plain(word: str, what: str, advice: str, rule: re.Pattern[str]) -> None:
+def _check_plain(word: str, subject: str, hint: str, rule: re.Pattern[str]) -> None:
     if not rule.fullmatch(word):
-        raise _refusal(f"{what} {shown(word)}", advice)
+        raise _unsafe_text_error(f"{subject} {shown(word)}", hint)
 
 
-def _refusal(what: str, advice: str) -> ConfigError:
+def _unsafe_text_error(subject: str, hint: str) -> ConfigError:
     return ConfigError(
-        f"{what} has characters in it that a shell does not read as they stand. Over several hosts deepspeed hands "
-        f"the whole line to a shell of each.\n{advice}"
+        f"{subject} has characters in it that a shell does not read as they stand. Over several hosts deepspeed hands "
+        f"the whole line to a shell of each.\n{hint}"
     )

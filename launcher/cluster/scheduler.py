@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import MutableMapping, Sequence
 
-from launcher.cluster.command import SCRIPT, slurm, started, torchrun
+from launcher.cluster.launch_commands import SCRIPT, slurm, started, torchrun
 from longctx.errors import ClusterError
 
 
@@ -35,17 +35,17 @@ def check_tasks(
     if tasks > 1:
         nodes = max(1, _first_number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
         line = slurm(*arguments, nodes=nodes, ranks_per_node=math.ceil(tasks / nodes), script=script)
-        raise _refusal("srun", tasks, environment.get("SLURM_PROCID", "0"), line, environment, script)
+        raise _unranked_task_error("srun", tasks, environment.get("SLURM_PROCID", "0"), line, environment, script)
     tasks = _first_number(environment, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
     if tasks > 1:
         task = environment.get("OMPI_COMM_WORLD_RANK") or environment.get("PMI_RANK") or "0"
         line = torchrun(*arguments, ranks=tasks, script=script)
         line += f"\nor, on several machines, deepspeed --hostfile hostfile {started(script, '--module')} …"
-        raise _refusal("mpirun", tasks, task, line, environment, script)
+        raise _unranked_task_error("mpirun", tasks, task, line, environment, script)
 
 
-def _refusal(
-    starter: str, tasks: int, task: str, line: str, environment: MutableMapping[str, str], script: str
+def _unranked_task_error(
+    launcher_name: str, tasks: int, task: str, line: str, environment: MutableMapping[str, str], script: str
 ) -> ClusterError:
     """Build one task's error; tasks other than the first leave the report to it."""
     # From here on, RANK is only read to report this error.
@@ -54,7 +54,7 @@ def _refusal(
     if script != SCRIPT:
         alone = "work alone and write"
     return ClusterError(
-        f"{starter} started {tasks} tasks without RANK and WORLD_SIZE: each would {alone} into the same folder.\n"
+        f"{launcher_name} started {tasks} tasks without RANK and WORLD_SIZE: each would {alone} into the same folder.\n"
         f"This starts {tasks} ranks that work together:\n\n{line}\n\n"
         f"Pass --run.hostfile none for {tasks} runs that know nothing of each other."
     )

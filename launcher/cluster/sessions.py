@@ -15,7 +15,7 @@ import psutil
 
 from longctx.errors import LongCtxError
 
-HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals meant for the training, not for its supervisor."""
 _RANK = "RANK"
 """Variable in which every launcher passes a rank its number."""
@@ -24,7 +24,7 @@ _LEAVE_SECONDS = 120.0
 """Time for an attempt's remaining processes to end after SIGTERM: ranks save first."""
 
 
-class Stop:
+class SignalForwarder:
     """Stop request from a user or a scheduler: the first signal, which ends the running attempt."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Stop:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Forward signals to the running attempt while this context is active."""
-        before = {number: signal.signal(number, self._hear) for number in HANDED_ON}
+        before = {number: signal.signal(number, self._on_signal) for number in FORWARDED_SIGNALS}
         try:
             yield
         finally:
@@ -43,12 +43,12 @@ class Stop:
                 signal.signal(number, handler)
 
     @contextmanager
-    def meaning(self, leaders: Sequence[int]) -> Iterator[None]:
+    def forwarding_to(self, leaders: Sequence[int]) -> Iterator[None]:
         """Forward signals to the processes of these sessions or groups while this context is active."""
         self._leaders = leaders
         if self.signal is not None:
             # The signal arrived before there was an attempt to forward it to.
-            self._hand_on(self.signal)
+            self._forward(self.signal)
         try:
             yield
         finally:
@@ -61,16 +61,16 @@ class Stop:
             time.sleep(min(_POLL_SECONDS, max(end - time.monotonic(), 0.0)))
         return self.signal is not None
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             # A second request: the user does not want to wait.
             number = signal.SIGKILL
         else:
             self.signal = signal.Signals(number)
         if self._leaders:
-            self._hand_on(number)
+            self._forward(number)
 
-    def _hand_on(self, number: int) -> None:
+    def _forward(self, number: int) -> None:
         members = _members(self._leaders)
         # Only to the ranks, if they run here: they save, and their launchers end when they do. A launcher that receives
         # Ctrl-C as well prints a traceback, and one that receives SIGTERM kills its ranks half a minute later.
@@ -88,8 +88,8 @@ def _members(leaders: Sequence[int]) -> list[psutil.Process]:
     for number in psutil.pids():
         try:
             process = psutil.Process(number)
-            belongs = os.getsid(number) in leaders or os.getpgid(number) in leaders
-            if belongs and process.status() != psutil.STATUS_ZOMBIE:
+            is_member = os.getsid(number) in leaders or os.getpgid(number) in leaders
+            if is_member and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (ProcessLookupError, PermissionError, psutil.Error):
             # It has ended meanwhile, or belongs to another user.
@@ -102,13 +102,15 @@ def _ranks(members: Sequence[psutil.Process]) -> list[psutil.Process]:
     # A rank's descendants inherit the variable, and so does this process if a rank started it.
     if _RANK in os.environ:
         return []
-    parents: dict[int, int] = {}
+    parent_pids: dict[int, int] = {}
     for process in members:
         # It may have ended meanwhile.
         with suppress(OSError, psutil.Error):
             if _RANK in process.environ():
-                parents[process.pid] = process.ppid()
-    return [process for process in members if process.pid in parents and parents[process.pid] not in parents]
+                parent_pids[process.pid] = process.ppid()
+    return [
+        process for process in members if process.pid in parent_pids and parent_pids[process.pid] not in parent_pids
+    ]
 
 
 def end_all(leaders: Sequence[int]) -> int:
@@ -129,7 +131,7 @@ def _send(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
 
 
-def run_command(words: Sequence[str], stop: Stop, *, own_session: bool = True) -> tuple[int, int]:
+def run_in_group(words: Sequence[str], stop: SignalForwarder, *, own_session: bool = True) -> tuple[int, int]:
     """Run a command to its end, with output to our own streams.
 
     Return its exit code (128 plus the signal's number if one ended it), and how many processes it left behind. With
@@ -138,14 +140,14 @@ def run_command(words: Sequence[str], stop: Stop, *, own_session: bool = True) -
     started.
     """
     # A terminal's Ctrl-C reaches only this process.
-    apart: dict[str, Any] = {"start_new_session": True}
+    popen_options: dict[str, Any] = {"start_new_session": True}
     if not own_session:
-        apart = {"process_group": 0}
+        popen_options = {"process_group": 0}
     try:
-        process = subprocess.Popen(list(words), **apart)
+        process = subprocess.Popen(list(words), **popen_options)
     except OSError as error:
         raise LongCtxError(f"{words[0]} cannot be started: {error.strerror}.\nIs the environment active?") from error
-    with stop.meaning([process.pid]):
+    with stop.forwarding_to([process.pid]):
         code = process.wait()
         left = end_all([process.pid])
     return (128 - code if code < 0 else code), left

@@ -38,13 +38,13 @@ def key_of_flag(argument: str) -> str:
     return argument.removeprefix("--").split("=", 1)[0].replace("-", "_")
 
 
-def help_topic(argv: list[str]) -> str | None:
+def requested_help(argv: list[str]) -> str | None:
     """Return the section or key after ``--help``: empty for all settings, None without ``--help``."""
     for at, argument in enumerate(argv):
         if argument in ("-h", "--help"):
-            following = argv[at + 1 : at + 2]
-            if following and not following[0].startswith("-"):
-                return following[0]
+            next_arguments = argv[at + 1 : at + 2]
+            if next_arguments and not next_arguments[0].startswith("-"):
+                return next_arguments[0]
             return ""
         if argument.startswith("--help="):
             return argument.removeprefix("--help=")

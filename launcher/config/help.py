@@ -12,20 +12,20 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from launcher.config.sections import NO_PRESET, RunConfig
-from launcher.recipes.find import recipes, summary
+from launcher.config.config_sections import NO_PRESET, RunConfig
+from launcher.recipes.find import recipe_summary, recipes
 from launcher.wording import did_you_mean
-from longctx.architecture.mixers.table import MIXERS
+from longctx.architecture.mixers.layer_kinds import MIXERS
+from longctx.architecture.model_rules import CHOICES
 from longctx.architecture.rope import ROPE_KINDS
-from longctx.architecture.rules import CHOICES
 from longctx.config import PRESETS
 from longctx.errors import ConfigError
-from longctx.kernels.attention.select import KERNELS
-from parallel.layout.select import AUTO
+from longctx.kernels.attention.kernel_selection import KERNELS
+from parallel.layout.layout_choice import AUTO
 from parallel.layout.sequence import KINDS
 
 _START = "longctx train"
-_OPENING = f"""\
+_USAGE = f"""\
 usage: {_START} [--ranks N | --hostfile H] [--config FILE|RECIPE] [--SECTION.KEY VALUE …]
 
 Train a model. A setting is its default, unless the recipe has another value, unless a flag has another one.
@@ -81,7 +81,7 @@ CHOICES_OF: Mapping[str, Sequence[Any]] = {
 """Choices for keys whose type does not list them."""
 
 
-class Key(NamedTuple):
+class SettingHelp(NamedTuple):
     """A setting as shown in the help."""
 
     name: str
@@ -90,35 +90,37 @@ class Key(NamedTuple):
     """Choices or type."""
     default: str
     """Value in the recipe."""
-    meaning: str
+    description: str
 
 
-def help_text(config: RunConfig, topic: str = "") -> str:
-    """Return help for all keys, or for the section or key ``topic``. Raise ConfigError if it does not exist.
+def help_text(config: RunConfig, section_or_key: str = "") -> str:
+    """Return help for all keys, or for the section or key ``section_or_key``. Raise ConfigError if it does not exist.
 
     Defaults are the values in ``config``.
     """
-    if topic == "all":
-        topic = ""
+    if section_or_key == "all":
+        section_or_key = ""
     parts, known = [], []
     for f in dataclasses.fields(RunConfig):
         section = getattr(config, f.name)
         keys = list(keys_of(section, f.name))
         known.append(f.name)
         known.extend(key.name for key in keys)
-        shown = [_paragraph(key) for key in keys if not topic or f"{key.name}.".startswith(f"{topic}.")]
+        shown = [
+            _paragraph(key) for key in keys if not section_or_key or f"{key.name}.".startswith(f"{section_or_key}.")
+        ]
         if shown:
             parts.append(_block(f"[{f.name}]  {inspect.getdoc(type(section))}", shown))
     if not parts:
         sections = ", ".join(f.name for f in dataclasses.fields(RunConfig))
         raise ConfigError(
-            f"--help {topic}: there is no section or key of that name.{did_you_mean(topic, known)}\n"
+            f"--help {section_or_key}: there is no section or key of that name.{did_you_mean(section_or_key, known)}\n"
             f"The sections are {sections}."
         )
-    if not topic:
+    if not section_or_key:
         # A terminal shows the end of a long text, so the pointers to more help come last.
-        parts = [_OPENING, *parts, _list_recipes(), _FLAGS]
-    parts.append(_block("examples:", [f"  {line}" for line in _EXAMPLES[topic.partition(".")[0]]]))
+        parts = [_USAGE, *parts, _list_recipes(), _FLAGS]
+    parts.append(_block("examples:", [f"  {line}" for line in _EXAMPLES[section_or_key.partition(".")[0]]]))
     return "\n\n".join(parts)
 
 
@@ -129,23 +131,25 @@ def first_settings(config: RunConfig) -> str:
     return "\n\n".join([_block("settings that most runs set:", shown), _FLAGS])
 
 
-def _block(heading: str, lines: Sequence[str]) -> str:
-    return "\n".join([heading, "\n".join(lines)])
+def _block(header: str, lines: Sequence[str]) -> str:
+    return "\n".join([header, "\n".join(lines)])
 
 
 def _list_recipes() -> str:
     found = recipes()
     width = max(len(name) for name in found)
-    return _block("recipes (--config NAME):", [f"  {name:{width}}  {summary(path)}" for name, path in found.items()])
+    return _block(
+        "recipes (--config NAME):", [f"  {name:{width}}  {recipe_summary(path)}" for name, path in found.items()]
+    )
 
 
-def _paragraph(key: Key) -> str:
+def _paragraph(key: SettingHelp) -> str:
     width = min(shutil.get_terminal_size().columns, 120)
-    meaning = textwrap.fill(key.meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return f"  --{key.name} {key.values}  (default: {key.default})\n{meaning}"
+    description = textwrap.fill(key.description, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return f"  --{key.name} {key.values}  (default: {key.default})\n{description}"
 
 
-def keys_of(section: Any, prefix: str) -> Iterator[Key]:
+def keys_of(section: Any, prefix: str) -> Iterator[SettingHelp]:
     """Yield a section's keys, including those in nested tables."""
     types, meanings = get_type_hints(type(section)), meanings_of(type(section))
     for f in dataclasses.fields(section):
@@ -153,7 +157,7 @@ def keys_of(section: Any, prefix: str) -> Iterator[Key]:
         if dataclasses.is_dataclass(value):
             yield from keys_of(value, name)
         else:
-            yield Key(name, _values(name, types[f.name]), _spelled(value), meanings[f.name])
+            yield SettingHelp(name, _values(name, types[f.name]), _format_value(value), meanings[f.name])
 
 
 def _values(name: str, kind: Any) -> str:
@@ -174,12 +178,12 @@ def _values(name: str, kind: Any) -> str:
     return {int: "INTEGER", float: "NUMBER", str: "TEXT"}[kind] + entries
 
 
-def _spelled(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Format a value as on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return " ".join(_spelled(entry) for entry in value) or "none"
+        return " ".join(_format_value(entry) for entry in value) or "none"
     if value == "":
         return "empty"
     return str(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.config.sections import DataSection, RunConfig
+from launcher.config.config_sections import DataSection, RunConfig
 from longctx.errors import ConfigError
 
 _READ_BY = {

@@ -12,19 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from launcher.config.kept import chunk_choices
+from launcher.config.config_sections import RunConfig
 from launcher.config.resolved import AUTO, ResolvedConfig
-from launcher.config.sections import RunConfig
-from launcher.config.side_by_side import with_context
-from longctx.architecture.layers import mixers_of
+from launcher.config.saved_activations import chunk_choices
+from launcher.config.tokens_per_rank_rules import with_context
+from longctx.architecture.layer_specs import mixers_of
 from longctx.errors import ConfigError
-from parallel.experts.tiles import default_tile_tokens
-from parallel.layout.select import choose_layout
-from parallel.zero.options import default_stage
+from parallel.experts.expert_tile_tokens import default_tile_tokens
+from parallel.layout.layout_choice import choose_layout
+from parallel.zero.zero_options import default_stage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class TargetMachine:
     """Properties shared by all ranks of a run."""
 
     ranks: int
@@ -64,19 +64,19 @@ class Choice(NamedTuple):
 Say = Callable[[Choice], None]
 
 
-def settle(config: RunConfig, machine: Machine) -> RunConfig:
+def resolve_without_data(config: RunConfig, machine: TargetMachine) -> RunConfig:
     """Resolve all keys that need no data. Raise ConfigError for an impossible key."""
     for step in BEFORE_DATA:
         config = step(config, machine)
     return config
 
 
-def resolve(config: RunConfig, machine: Machine, data: Data, *, say: Say = lambda choice: None) -> ResolvedConfig:
+def resolve(config: RunConfig, machine: TargetMachine, data: Data, *, say: Say = lambda choice: None) -> ResolvedConfig:
     """Resolve every key and pass each choice to ``say``. Raise ConfigError for an impossible key.
 
     Idempotent: a resolved config resolves to itself.
     """
-    config = settle(config, machine)
+    config = resolve_without_data(config, machine)
     for step in WITH_DATA:
         choice = step(config, machine, data)
         config = choice.config
@@ -85,17 +85,17 @@ def resolve(config: RunConfig, machine: Machine, data: Data, *, say: Say = lambd
     return ResolvedConfig.of(config)
 
 
-def _context(config: RunConfig, machine: Machine) -> RunConfig:
+def _context(config: RunConfig, machine: TargetMachine) -> RunConfig:
     return with_context(config, machine.ranks)
 
 
-def _stage(config: RunConfig, machine: Machine) -> RunConfig:
+def _stage(config: RunConfig, machine: TargetMachine) -> RunConfig:
     if config.zero.stage != AUTO:
         return config
     return config.changed({"zero.stage": default_stage(machine.device_type)})
 
 
-def _dtype(config: RunConfig, machine: Machine) -> RunConfig:
+def _dtype(config: RunConfig, machine: TargetMachine) -> RunConfig:
     if config.train.dtype != AUTO:
         return config
     dtype = "float32"
@@ -111,16 +111,16 @@ def _dtype(config: RunConfig, machine: Machine) -> RunConfig:
     return config.changed({"train.dtype": dtype})
 
 
-def _products(config: RunConfig, machine: Machine) -> RunConfig:
+def _cpu_matmul(config: RunConfig, machine: TargetMachine) -> RunConfig:
     if config.train.products != AUTO:
         return config
-    products = "float32"
+    matmul_dtype = "float32"
     if machine.native_bfloat16:
-        products = "native"
-    return config.changed({"train.products": products})
+        matmul_dtype = "native"
+    return config.changed({"train.products": matmul_dtype})
 
 
-def _expert_tiles(config: RunConfig, machine: Machine) -> RunConfig:
+def _expert_tiles(config: RunConfig, machine: TargetMachine) -> RunConfig:
     if config.parallel.expert_tile_tokens != AUTO:
         return config
     tile_tokens = 0
@@ -129,7 +129,7 @@ def _expert_tiles(config: RunConfig, machine: Machine) -> RunConfig:
     return config.changed({"parallel.expert_tile_tokens": tile_tokens})
 
 
-def _layout(config: RunConfig, machine: Machine, data: Data) -> Choice:
+def _layout(config: RunConfig, machine: TargetMachine, data: Data) -> Choice:
     model, parallel = config.model.config(), config.parallel
     if parallel.layout != AUTO:
         return Choice(config)
@@ -139,31 +139,31 @@ def _layout(config: RunConfig, machine: Machine, data: Data) -> Choice:
         ulysses=parallel.ulysses,
         # Several rows in a micro-batch form one packed sequence.
         packed=data.is_packed or config.train.micro_batch_rows > 1,
-        reaches=[mixer.reach for mixer in mixers_of(model)],
+        reaches=[mixer.lookback_tokens for mixer in mixers_of(model)],
         side_by_side=parallel.tokens_per_rank > 0,
         causal=model.causal,
     )
     return Choice(config.changed({"parallel.layout": layout}), f"parallel.layout=auto is {layout}: {reason}.")
 
 
-def _compile(config: RunConfig, machine: Machine, data: Data) -> Choice:
-    wish, problem = config.train.compile, machine.compile_problem
+def _compile(config: RunConfig, machine: TargetMachine, data: Data) -> Choice:
+    requested, problem = config.train.compile, machine.compile_problem
     # CPUs gain no speed from compiled blocks.
-    if wish == "off" or (wish == AUTO and machine.device_type == "cpu"):
+    if requested == "off" or (requested == AUTO and machine.device_type == "cpu"):
         return Choice(config.changed({"train.compile": "off"}))
     if not problem:
         return Choice(
             config.changed({"train.compile": "on"}),
-            f"Blocks are compiled (train.compile={wish}): the first step takes longer, and longer still where the "
+            f"Blocks are compiled (train.compile={requested}): the first step takes longer, and longer still where the "
             "cache of compiled code is empty.",
         )
-    if wish == "on":
+    if requested == "on":
         raise ConfigError(f"train.compile=on, but {problem}.\nInstall it there, or set train.compile=off.")
     why = f"train.compile=auto is off, for {problem}. Steps take longer than they could."
     return Choice(config.changed({"train.compile": "off"}), why, is_warning=True)
 
 
-def _chunks(config: RunConfig, machine: Machine, data: Data) -> Choice:
+def _chunks(config: RunConfig, machine: TargetMachine, data: Data) -> Choice:
     """Choose the fastest candidate that fits; if all are too large, the leanest, which is rejected later."""
     if config.train.chunk_tokens != AUTO:
         return Choice(config)
@@ -174,7 +174,7 @@ def _chunks(config: RunConfig, machine: Machine, data: Data) -> Choice:
     return Choice(found, f"{why}{machine.memory(found)}.")
 
 
-def _validation(config: RunConfig, machine: Machine, data: Data) -> Choice:
+def _validation(config: RunConfig, machine: TargetMachine, data: Data) -> Choice:
     if data.has_held_out or not config.validation.rows:
         return Choice(config)
     why = (
@@ -186,11 +186,11 @@ def _validation(config: RunConfig, machine: Machine, data: Data) -> Choice:
 
 
 # Order matters: ``_dtype`` reads the stage, and every later step the ranks and rows set by ``_context``.
-BEFORE_DATA: tuple[Callable[[RunConfig, Machine], RunConfig], ...] = (
+BEFORE_DATA: tuple[Callable[[RunConfig, TargetMachine], RunConfig], ...] = (
     _context,
     _stage,
     _dtype,
-    _products,
+    _cpu_matmul,
     _expert_tiles,
 )
-WITH_DATA: tuple[Callable[[RunConfig, Machine, Data], Choice], ...] = (_layout, _compile, _chunks, _validation)
+WITH_DATA: tuple[Callable[[RunConfig, TargetMachine, Data], Choice], ...] = (_layout, _compile, _chunks, _validation)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from launcher.config.sections import ParallelSection, RunConfig, TrainSection, ZeroSection
+from launcher.config.config_sections import ParallelSection, RunConfig, TrainSection, ZeroSection
 
 AUTO = "auto"
 
@@ -51,8 +51,8 @@ class ResolvedConfig(RunConfig):
         """Return the same values with resolved types. Raise AssertionError if a key is still ``auto``."""
         train, parallel, zero = config.train, config.parallel, config.zero
         # Subclasses only narrow the types; dataclasses do not validate them.
-        settled = (train.dtype, train.products, train.compile, train.chunk_tokens, zero.stage)
-        assert AUTO not in (*settled, parallel.layout, parallel.expert_tile_tokens)
+        resolved_values = (train.dtype, train.products, train.compile, train.chunk_tokens, zero.stage)
+        assert AUTO not in (*resolved_values, parallel.layout, parallel.expert_tile_tokens)
         sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         sections["train"] = ResolvedTrain(**vars(train))
         sections["parallel"] = ResolvedParallel(**vars(parallel))

@@ -18,10 +18,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from data_pipeline.shuffle import falls_below, key64
-from launcher.cli.console import note
+from launcher.cli.cli_output import note
 
 INSTALLED = Path("/usr/share/libreoffice/help")
-FEWEST_WORDS, MOST_WORDS = 4, 60
+MIN_WORDS, MAX_WORDS = 4, 60
 HELD_OUT = 0.02
 """Share of held-out pages."""
 _SENTENCES = 20_000
@@ -70,7 +70,7 @@ def help_pairs(folder: Path, languages: tuple[str, str]) -> Iterator[tuple[str, 
             texts = [text, pages[1].get(name, "")]
             words = [len(text.split()) for text in texts]
             # Equal texts were left untranslated.
-            if texts[0] != texts[1] and min(words) >= FEWEST_WORDS and max(words) <= MOST_WORDS:
+            if texts[0] != texts[1] and min(words) >= MIN_WORDS and max(words) <= MAX_WORDS:
                 yield str(path.relative_to(first)), dict(zip(_fields(languages), texts, strict=True))
 
 
@@ -156,8 +156,8 @@ def main(argv: list[str] | None = None) -> None:
         # By page: sentences on the same page resemble each other. The hash makes the split repeatable.
         (held_out if falls_below(key64(*page.encode()), HELD_OUT) else train).append(texts)
     # A sentence may occur on several pages: no held-out one may remain in the training data.
-    asked = {next(iter(texts.values())) for texts in held_out}
-    train = [texts for texts in train if next(iter(texts.values())) not in asked]
+    held_out_sources = {next(iter(texts.values())) for texts in held_out}
+    train = [texts for texts in train if next(iter(texts.values())) not in held_out_sources]
     options.output.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", train), ("held-out", held_out)):
         lines = "".join(json.dumps(texts, ensure_ascii=False) + "\n" for texts in rows)

@@ -9,66 +9,66 @@ import shutil
 import socket
 from pathlib import Path
 
-from launcher.doctor.finding import Finding
+from launcher.doctor.check_result import CheckResult
 
-_FEWEST_FILES = 1024
+_MIN_OPEN_FILES = 1024
 _CONNECTIONS_PER_RANK = 8
 """Process groups per rank, at most; gloo connects to every rank in each group."""
 _OWN_FILES = 256
-_USUAL_MAP_COUNT = 65530
+_DEFAULT_MAP_COUNT = 65530
 _MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
-def check_open_files(world_size: int, soft: int | None = None) -> Finding:
+def check_open_files(world_size: int, soft: int | None = None) -> CheckResult:
     """Check ``ulimit -n`` against the connections one rank may open at ``world_size``."""
     current, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft is None:
         soft = current
-    needed = max(_FEWEST_FILES, _CONNECTIONS_PER_RANK * world_size + _OWN_FILES)
-    advice = ""
+    needed = max(_MIN_OPEN_FILES, _CONNECTIONS_PER_RANK * world_size + _OWN_FILES)
+    hint = ""
     if soft != resource.RLIM_INFINITY and soft < needed:
-        advice = f"ulimit -n {needed}"
+        hint = f"ulimit -n {needed}"
         # Users may raise the soft limit; only root may raise the hard one.
         if hard != resource.RLIM_INFINITY and hard < needed:
-            advice = f"Raise the hard limit ({hard}) in /etc/security/limits.conf to {needed}"
-    return Finding.of("open files", f"{human_limit(soft)} (ulimit -n)", advice)
+            hint = f"Raise the hard limit ({hard}) in /etc/security/limits.conf to {needed}"
+    return CheckResult.of("open files", f"{human_limit(soft)} (ulimit -n)", hint)
 
 
-def check_locked_memory(soft: int | None = None, infiniband: Path = _INFINIBAND) -> Finding:
+def check_locked_memory(soft: int | None = None, infiniband: Path = _INFINIBAND) -> CheckResult:
     """Check ``ulimit -l``, which limits RDMA registrations; warn only if there is an InfiniBand adapter."""
     if soft is None:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    advice = ""
+    hint = ""
     if soft != resource.RLIM_INFINITY and infiniband.is_dir() and any(infiniband.iterdir()):
-        advice = "InfiniBand registers memory: set memlock unlimited in limits.conf (docker --ulimit memlock=-1)"
-    return Finding.of("locked memory", f"{human_limit(soft, kib=True)} (ulimit -l)", advice)
+        hint = "InfiniBand registers memory: set memlock unlimited in limits.conf (docker --ulimit memlock=-1)"
+    return CheckResult.of("locked memory", f"{human_limit(soft, kib=True)} (ulimit -l)", hint)
 
 
-def check_map_count(path: Path = _MAP_COUNT) -> Finding | None:
+def check_map_count(path: Path = _MAP_COUNT) -> CheckResult | None:
     """Check ``vm.max_map_count``; return None if the system has no such limit."""
     try:
         count = int(path.read_text())
     except (OSError, ValueError):
         return None
-    advice = ""
-    if count < _USUAL_MAP_COUNT:
-        advice = f"Below Linux' own default: sysctl -w vm.max_map_count={_USUAL_MAP_COUNT}"
-    return Finding.of("memory maps", f"{count} (vm.max_map_count)", advice)
+    hint = ""
+    if count < _DEFAULT_MAP_COUNT:
+        hint = f"Below Linux' own default: sysctl -w vm.max_map_count={_DEFAULT_MAP_COUNT}"
+    return CheckResult.of("memory maps", f"{count} (vm.max_map_count)", hint)
 
 
-def check_compiler() -> Finding:
+def check_compiler() -> CheckResult:
     """Check for g++ and ninja, which zero.offload (DeepSpeed's AdamW) and train.compile need."""
     # CXX may contain several words, such as "ccache g++".
     compiler = shlex.split(os.environ.get("CXX", "g++"))[0]
     missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
     if not missing:
-        return Finding.of("compiler", f"{compiler} and ninja")
-    advice = "Only zero.offload and train.compile need them: apt-get install g++ ninja-build; put .venv/bin in PATH"
-    return Finding.of("compiler", f"no {' and no '.join(missing)} in PATH", advice)
+        return CheckResult.of("compiler", f"{compiler} and ninja")
+    hint = "Only zero.offload and train.compile need them: apt-get install g++ ninja-build; put .venv/bin in PATH"
+    return CheckResult.of("compiler", f"no {' and no '.join(missing)} in PATH", hint)
 
 
-def check_port(port: int) -> Finding:
+def check_port(port: int) -> CheckResult:
     """Check that rank 0's port is free on this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         # As in PyTorch's store: lingering connections from a finished run do not block the port.
@@ -76,9 +76,9 @@ def check_port(port: int) -> Finding:
         try:
             listener.bind(("", port))
         except OSError as error:
-            advice = f"Another run may be on: ss -ltnp 'sport = :{port}'; or deepspeed --master_port {port + 1}"
-            return Finding.of("master port", f"{port} is taken: {error.strerror}", advice, "fail")
-    return Finding.of("master port", f"{port} is free")
+            hint = f"Another run may be on: ss -ltnp 'sport = :{port}'; or deepspeed --master_port {port + 1}"
+            return CheckResult.of("master port", f"{port} is taken: {error.strerror}", hint, "fail")
+    return CheckResult.of("master port", f"{port} is free")
 
 
 def human_limit(count: int, *, kib: bool = False) -> str:

@@ -18,7 +18,7 @@ import data_pipeline
 import launcher
 import longctx
 import parallel
-from launcher.doctor.finding import Finding
+from launcher.doctor.check_result import CheckResult
 from longctx.kernels.attention.flash.libraries import FLASH2
 
 DISTRIBUTION = "longctx-train"
@@ -39,7 +39,7 @@ def installed_versions() -> dict[str, str | None]:
     return found
 
 
-def check_packages(installed: Mapping[str, str | None], requirements: list[str] | None = None) -> list[Finding]:
+def check_packages(installed: Mapping[str, str | None], requirements: list[str] | None = None) -> list[CheckResult]:
     """Report all versions, and each missing, incompatible or broken package.
 
     ``requirements`` defaults to ``requirements_of_longctx()``.
@@ -47,19 +47,19 @@ def check_packages(installed: Mapping[str, str | None], requirements: list[str] 
     if requirements is None:
         requirements = requirements_of_longctx()
     shown = [f"{name} {found}" for name, found in installed.items() if found is not None]
-    findings = [Finding.of("python", platform.python_version()), Finding.of("packages", ", ".join(shown))]
+    results = [CheckResult.of("python", platform.python_version()), CheckResult.of("packages", ", ".join(shown))]
     for name in _REQUIRED:
         if installed.get(name) is None:
-            advice = "pip install longctx-train; in a checkout `make setup`, and start with .venv/bin/python"
-            findings.append(_failure(f"{name} is not installed", advice))
+            hint = "pip install longctx-train; in a checkout `make setup`, and start with .venv/bin/python"
+            results.append(_failure(f"{name} is not installed", hint))
     for name, specifier in _wanted(requirements).items():
         found = installed.get(name)
         if found is not None and not _lies_in(found, specifier):
-            findings.append(_failure(f"{name} {found}; longctx needs {specifier}", f"pip install '{name}{specifier}'"))
-    return findings + _check_flash(installed.get("flash-attn"), installed.get("torch"))
+            results.append(_failure(f"{name} {found}; longctx needs {specifier}", f"pip install '{name}{specifier}'"))
+    return results + _check_flash(installed.get("flash-attn"), installed.get("torch"))
 
 
-def _check_flash(flash: str | None, torch: str | None) -> list[Finding]:
+def _check_flash(flash: str | None, torch: str | None) -> list[CheckResult]:
     """Report a flash-attn built for another PyTorch, unless it can still be imported."""
     # github.com/Dao-AILab/flash-attention/issues/2299 and 2425: there is no official wheel for PyTorch 2.10 and 2.11;
     # github.com/Dao-AILab/flash-attention/issues/1832: an extension built for another PyTorch misses symbols.
@@ -69,8 +69,8 @@ def _check_flash(flash: str | None, torch: str | None) -> list[Finding]:
     if not isinstance(FLASH2.load(), str):
         return []
     value = f"flash-attn {flash} with torch {torch}: its own wheels are for older PyTorch, and this copy does not load"
-    advice = "compile it here: pip install flash-attn==2.8.3 --no-build-isolation --no-binary flash-attn"
-    return [_failure(value, advice)]
+    hint = "compile it here: pip install flash-attn==2.8.3 --no-build-isolation --no-binary flash-attn"
+    return [_failure(value, hint)]
 
 
 def requirements_of_longctx() -> list[str]:
@@ -109,8 +109,8 @@ def _lies_in(found: str, versions: str) -> bool:
         return True
 
 
-def _failure(value: str, advice: str) -> Finding:
-    return Finding.of("packages", value, advice, "fail")
+def _failure(value: str, hint: str) -> CheckResult:
+    return CheckResult.of("packages", value, hint, "fail")
 
 
 def source_hash() -> str:

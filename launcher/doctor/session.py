@@ -15,7 +15,7 @@ from typing import IO, Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from launcher.doctor.finding import printable
+from launcher.doctor.check_result import sanitize_line
 from longctx.errors import ClusterError
 
 MARK = "longctx-doctor "
@@ -27,7 +27,7 @@ _LAST_LINES = 20
 Answer = TypeVar("Answer")
 
 
-class Session:
+class WorkerSession:
     """Worker process, connected by its standard input and output."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
@@ -46,19 +46,19 @@ class Session:
         self._stdin = self._process.stdin
         # Bounded: a worker with endless output cannot fill the memory.
         self._answers: Queue[str | None] = Queue(maxsize=2)
-        self._complaint: deque[str] = deque(maxlen=_LAST_LINES)
+        self._stderr_lines: deque[str] = deque(maxlen=_LAST_LINES)
         # Threads drain both streams: a full pipe would block the worker.
         self._readers = [
             threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True),
-            threading.Thread(target=self._listen_to_complaints, args=(self._process.stderr,), daemon=True),
+            threading.Thread(target=self._drain_stderr, args=(self._process.stderr,), daemon=True),
         ]
         for reader in self._readers:
             reader.start()
 
-    def ask(self, seconds: float, kind: TypeAdapter[Answer], **order: Any) -> Answer:
+    def ask(self, seconds: float, kind: TypeAdapter[Answer], **request: Any) -> Answer:
         """Send an order and return its answer. Raise ClusterError if it is invalid or takes longer than ``seconds``."""
         try:
-            self._stdin.write(f"{json.dumps(order)}\n")
+            self._stdin.write(f"{json.dumps(request)}\n")
             self._stdin.flush()
             line = self._answers.get(timeout=max(seconds, 0.0))
         except Empty as error:
@@ -67,7 +67,7 @@ class Session:
             # The worker has exited already: report this like an exit during the wait.
             line = None
         if line is None:
-            raise ClusterError(f"it ended: {self.last_words()}")
+            raise ClusterError(f"it ended: {self.last_error_line()}")
         return read_answer(line, kind)
 
     @property
@@ -96,19 +96,19 @@ class Session:
                 self._answers.put(line.removeprefix(MARK))
         self._answers.put(None)
 
-    def _listen_to_complaints(self, stream: IO[str]) -> None:
+    def _drain_stderr(self, stream: IO[str]) -> None:
         """Keep the last lines from standard error, and drain it so that the writer never blocks."""
         while line := stream.readline(_LONGEST_LINE):
-            self._complaint.append(line)
+            self._stderr_lines.append(line)
 
-    def last_words(self) -> str:
+    def last_error_line(self) -> str:
         """Wait briefly for the worker to exit; return its last line on standard error, or its exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._readers[1].join(1.0)
-        said = [printable(line) for line in list(self._complaint) if line.strip()]
-        if said:
-            return said[-1]
+        lines = [sanitize_line(line) for line in list(self._stderr_lines) if line.strip()]
+        if lines:
+            return lines[-1]
         return f"exit code {self._process.returncode}"
 
 
@@ -117,18 +117,18 @@ def read_answer(line: str, kind: TypeAdapter[Answer]) -> Answer:
     try:
         value = from_json(line)
         if isinstance(value, dict) and value.get("problem"):
-            raise ClusterError(printable(str(value["problem"])))
+            raise ClusterError(sanitize_line(str(value["problem"])))
         # Strictly, field by field: another machine, or another longctx version, wrote it.
         return kind.validate_json(line, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ClusterError(printable(f"an answer that is none: {where}: {first['msg']}")) from error
+        raise ClusterError(sanitize_line(f"an answer that is none: {where}: {first['msg']}")) from error
     except ValueError as error:
         raise ClusterError("an answer that is none") from error
 
 
-def close_all(sessions: Sequence[Session]) -> None:
+def close_all(sessions: Sequence[WorkerSession]) -> None:
     """Close all sessions concurrently."""
     threads = [threading.Thread(target=session.close, daemon=True) for session in sessions]
     for thread in threads:

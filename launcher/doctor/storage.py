@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from launcher.doctor.finding import Finding, printable
+from launcher.doctor.check_result import CheckResult, sanitize_line
 from longctx.errors import ConfigError
 
 _MIB = 2**20
@@ -34,17 +34,17 @@ def existing_part(folder: Path) -> Path:
     return folder
 
 
-def check_folder(folder: Path) -> list[Finding]:
+def check_folder(folder: Path) -> list[CheckResult]:
     """Check an existing folder's free space and its write speed, synced to disk."""
     free = shutil.disk_usage(folder).free
     size = f"{free / 2**30:.1f} GiB free in {folder}"
     if free < len(_CHUNK) * _MOST_CHUNKS * 4:
-        return [Finding.of("folder", size, "Free some space, or give another --folder", "fail")]
+        return [CheckResult.of("folder", size, "Free some space, or give another --folder", "fail")]
     try:
         speed = write_speed(folder)
     except OSError as error:
-        value = printable(f"{folder} cannot be written: {error.strerror}")
-        return [Finding.of("folder", value, "Give a --folder that you may write to", "fail")]
+        value = sanitize_line(f"{folder} cannot be written: {error.strerror}")
+        return [CheckResult.of("folder", value, "Give a --folder that you may write to", "fail")]
     # The space that a run needs depends on its model, which doctor does not know.
     space, slow = "", ""
     if free < _FEW_BYTES:
@@ -52,7 +52,7 @@ def check_folder(folder: Path) -> list[Finding]:
     if speed < _SLOW_BYTES_PER_SECOND:
         slow = "Checkpoints will take long: give a faster --folder, or raise checkpoint.every_steps"
     value = f"{speed / _MIB:.0f} MiB/s of one process, to the disk"
-    return [Finding.of("folder", size, space), Finding.of("write speed", value, slow)]
+    return [CheckResult.of("folder", size, space), CheckResult.of("write speed", value, slow)]
 
 
 def write_speed(folder: Path) -> float:
@@ -70,25 +70,25 @@ def write_speed(folder: Path) -> float:
     return written * len(_CHUNK) / max(seconds, 1e-9)
 
 
-def check_shared_memory(num_gpus: int, folder: Path = Path("/dev/shm")) -> Finding:
+def check_shared_memory(num_gpus: int, folder: Path = Path("/dev/shm")) -> CheckResult:
     """Check the size of /dev/shm, which NCCL uses between local GPUs without a direct link."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
-        return Finding.of("shared memory", f"{folder} is not there", "Mount a tmpfs")
-    advice = ""
+        return CheckResult.of("shared memory", f"{folder} is not there", "Mount a tmpfs")
+    hint = ""
     # Containers have 64 MiB by default. A single GPU rank, and gloo, do not use it.
     if num_gpus > 1 and usage.free < _LITTLE_SHARED_MEMORY:
-        advice = "NCCL may fail with `unhandled system error`: docker run --shm-size=1g (or --ipc=host)"
+        hint = "NCCL may fail with `unhandled system error`: docker run --shm-size=1g (or --ipc=host)"
     value = f"{usage.total / 2**30:.1f} GiB in {folder}, {usage.free / 2**30:.1f} GiB free"
-    return Finding.of("shared memory", value, advice)
+    return CheckResult.of("shared memory", value, hint)
 
 
 # Probe file, which shows whether two machines see the same folder.
 
 
 @dataclass(frozen=True)
-class Probe:
+class FolderProbe:
     """File with a random name and random content."""
 
     name: str
@@ -96,9 +96,9 @@ class Probe:
 
 
 @contextmanager
-def probe_in(folder: Path) -> Iterator[Probe]:
+def probe_in(folder: Path) -> Iterator[FolderProbe]:
     """Create a probe while the block runs. Raise OSError if the folder cannot be written."""
-    probe = Probe(f".longctx-doctor-{secrets.token_hex(16)}", secrets.token_hex(16))
+    probe = FolderProbe(f".longctx-doctor-{secrets.token_hex(16)}", secrets.token_hex(16))
     path = folder / probe.name
     # "x" fails if the file exists: an existing file cannot be our probe.
     with path.open("x") as file:

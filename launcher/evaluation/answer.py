@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
-from launcher.evaluation.options import Options
-from longctx.evaluation import Sample, Task
-from longctx.evaluation.fitted import FittedTask
-from longctx.evaluation.scorers import begins_with
-from longctx.generation.batch import generate_batch
-from longctx.generation.reading import read
-from longctx.generation.text import TextStream
+from launcher.evaluation.evaluation_options import EvaluationOptions
+from longctx.evaluation import EvaluationSample, EvaluationTask
+from longctx.evaluation.independent_samples import IndependentTask
+from longctx.evaluation.scorers import starts_with
+from longctx.generation.continuous_batching import generate_batch
+from longctx.generation.detokenize import TextStream
+from longctx.generation.prefill import prefill
 from longctx.model.decoder import Decoder
 from longctx.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
+class PromptTokens:
     """Sample as token ids, given to every rank that shares the prompt."""
 
     ids: list[int]
@@ -31,7 +31,9 @@ class Prompt:
     """Expected answer, if it is read rather than generated."""
 
 
-def prompt_of(task: Task, sample: Sample, tokenizer: Tokenizer, options: Options) -> Prompt:
+def prompt_of(
+    task: EvaluationTask, sample: EvaluationSample, tokenizer: Tokenizer, options: EvaluationOptions
+) -> PromptTokens:
     """Return a sample's prompt, with the answer as target from ``options.teacher_forced_from`` tokens on."""
     ids = tokenizer.encode_prompt(sample.prompt)
     target_ids = None
@@ -40,18 +42,20 @@ def prompt_of(task: Task, sample: Sample, tokenizer: Tokenizer, options: Options
         # If the answer's first characters merge with the prompt's last token, the prompt's ids are not a prefix.
         if whole[: len(ids)] == ids:
             target_ids = whole[len(ids) :]
-    return Prompt(ids=ids, max_new_tokens=sample.answer_tokens, target_ids=target_ids)
+    return PromptTokens(ids=ids, max_new_tokens=sample.answer_tokens, target_ids=target_ids)
 
 
-def is_same_event(task: Task) -> bool:
+def is_same_event(task: EvaluationTask) -> bool:
     """Return True if the score depends only on whether the output starts with the target, which one pass can decide.
 
     Other rules give partial scores for other outputs, which must be generated.
     """
-    return isinstance(task, FittedTask) and task.rule is begins_with
+    return isinstance(task, IndependentTask) and task.rule is starts_with
 
 
-def write_answers(model: Decoder, prompts: Sequence[Prompt], tokenizer: Tokenizer, chunk_tokens: int) -> list[str]:
+def write_answers(
+    model: Decoder, prompts: Sequence[PromptTokens], tokenizer: Tokenizer, chunk_tokens: int
+) -> list[str]:
     """Return the text after each prompt. Ranks that share prompts make the same call and get the same result.
 
     Prompts that need generation are batched.
@@ -69,7 +73,7 @@ def write_answers(model: Decoder, prompts: Sequence[Prompt], tokenizer: Tokenize
             model,
             [prompts[index].ids for index in indices],
             max_new_tokens,
-            stop_ids=tokenizer.special.stops,
+            stop_ids=tokenizer.special.stop_ids,
             max_sequences=len(indices),
             chunk_tokens=chunk_tokens,
         )
@@ -77,7 +81,7 @@ def write_answers(model: Decoder, prompts: Sequence[Prompt], tokenizer: Tokenize
     return [_text_after(prompt, ids[index], tokenizer) for index, prompt in enumerate(prompts)]
 
 
-def _text_after(prompt: Prompt, ids: list[int], tokenizer: Tokenizer) -> str:
+def _text_after(prompt: PromptTokens, ids: list[int], tokenizer: Tokenizer) -> str:
     text = TextStream(tokenizer.decode, prompt.ids)
     # A model's vocabulary may be padded past its tokenizer's.
     parts = [text.add(token) for token in ids if token < tokenizer.vocab_size]
@@ -91,8 +95,8 @@ def forced(model: Decoder, prompt_ids: list[int], target_ids: list[int], chunk_t
     Reads the prompt as usual, then the target in one pass instead of one step per token.
     """
     cache = model.new_cache()
-    cache.expect(len(target_ids))
-    last_BtM = read(model, prompt_ids, cache, chunk_tokens)[:, -1:]
+    cache.reserve(len(target_ids))
+    last_BtM = prefill(model, prompt_ids, cache, chunk_tokens)[:, -1:]
     # Every rank gets the full target, as it does with generated tokens.
     chunk = cache.chunk(len(target_ids))
     device = last_BtM.device
@@ -100,9 +104,9 @@ def forced(model: Decoder, prompt_ids: list[int], target_ids: list[int], chunk_t
     hidden_BnM = model(tokens_Bn, chunk.indices[None].to(device), cache=cache, chunk=chunk)
     # The prompt's last hidden state predicts the first target token.
     logits_BnV = model.logits(torch.cat((last_BtM, hidden_BnM), dim=1))
-    likeliest = logits_BnV[0].float().argmax(-1).tolist()
-    for right, (wanted, token) in enumerate(zip(target_ids, likeliest, strict=False)):
+    greedy_ids = logits_BnV[0].float().argmax(-1).tolist()
+    for right, (wanted, token) in enumerate(zip(target_ids, greedy_ids, strict=False)):
         # From here on, greedy decoding would have read a different token.
         if token != wanted:
-            return likeliest[: right + 1]
-    return likeliest
+            return greedy_ids[: right + 1]
+    return greedy_ids

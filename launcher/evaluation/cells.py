@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from longctx.errors import LengthError, LongCtxError
-from longctx.evaluation.task import Setting, Task
+from longctx.evaluation.evaluation_task import EvaluationTask, Setting
 
 Cell = tuple[str, int]
 """Task name and length."""
@@ -19,7 +19,9 @@ _RULER_STEP = 4096
 """Length from which RULER's shortest prompts are larger."""
 
 
-def cells_without_room(setting: Setting, tasks: Sequence[Task], lengths: Sequence[int], *, keep_one: bool) -> set[Cell]:
+def find_skipped_cells(
+    setting: Setting, tasks: Sequence[EvaluationTask], lengths: Sequence[int], *, keep_one: bool
+) -> set[Cell]:
     """Return cells too short for their task's shortest prompt; ``lengths`` ascend.
 
     With ``keep_one``, raise the first task's LengthError if no cell is left.
@@ -27,8 +29,8 @@ def cells_without_room(setting: Setting, tasks: Sequence[Task], lengths: Sequenc
     found: dict[Cell, LengthError] = {}
     for task in tasks:
         # Within a group, room grows with the length: stop at the first length that fits.
-        for alike in by_prompts([length for length in lengths if length <= _MOST_TOKENS]):
-            for length in alike:
+        for group in by_prompts([length for length in lengths if length <= _MOST_TOKENS]):
+            for length in group:
                 try:
                     next(iter(task.samples(setting, length, 1)))
                 except LengthError as error:
@@ -49,7 +51,7 @@ def by_prompts(lengths: Sequence[int]) -> tuple[list[int], list[int]]:
     return [n for n in lengths if n < _RULER_STEP], [n for n in lengths if n >= _RULER_STEP]
 
 
-def try_samples(setting: Setting, task: Task, length: int, count: int) -> None:
+def try_samples(setting: Setting, task: EvaluationTask, length: int, count: int) -> None:
     """Make one sample of a cell, or all ``count`` if some may not fit; raise LengthError for one that does not fit."""
     next(iter(task.samples(setting, length, 1)))
     # Samples vary in names and numbers, by less than a fifth: if a sample fits in four fifths of the length, all
@@ -63,7 +65,7 @@ def try_samples(setting: Setting, task: Task, length: int, count: int) -> None:
             pass
 
 
-def _has_one(setting: Setting, task: Task, length: int) -> bool:
+def _has_one(setting: Setting, task: EvaluationTask, length: int) -> bool:
     """Return True if the task's first sample fits in the length."""
     try:
         next(iter(task.samples(setting, length, 1)))
@@ -72,12 +74,12 @@ def _has_one(setting: Setting, task: Task, length: int) -> bool:
     return True
 
 
-def has_room(task: str, lengths: Iterable[int], without_room: Collection[Cell]) -> bool:
+def is_feasible(task: str, lengths: Iterable[int], skipped_cells: Collection[Cell]) -> bool:
     """Return True if any of the task's cells has room."""
-    return any((task, length) not in without_room for length in lengths)
+    return any((task, length) not in skipped_cells for length in lengths)
 
 
-def told(cells: Iterable[Cell]) -> str:
+def format_cells(cells: Iterable[Cell]) -> str:
     """Format cells as text: ``ruler_cwe at 256 and 512, niah at 256``."""
     lengths: dict[str, list[int]] = {}
     for task, length in sorted(cells):

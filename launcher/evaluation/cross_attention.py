@@ -13,20 +13,20 @@ import numpy as np
 import torch
 
 from launcher.checkpoint.tokenizers import tokenizer_of
-from launcher.evaluation.attention import spelt
-from launcher.evaluation.opened import check_positions, checkpoint_name, open_reader
-from launcher.report.evaluation.figures import write_caption
-from launcher.report.evaluation.tables import write_csv
-from launcher.report.figures import new_figure, standalone, styled, to_svg
+from launcher.evaluation.attention_map import token_texts
+from launcher.evaluation.model_source import check_positions, checkpoint_name, open_reader
+from launcher.report.evaluation.evaluation_plots import write_caption
+from launcher.report.evaluation.evaluation_tables import write_csv
+from launcher.report.report_plots import new_fig, standalone, styled, to_svg
 from longctx.batch import PackedDocuments, Stream
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, DataError
 from longctx.files import write_atomically
 from longctx.generation import generate
-from longctx.generation.load import find_model, load_model
+from longctx.generation.load_decoder import find_model, load_model
 from longctx.model.attention.observed import ObservedAttention
 from longctx.tokenizer import Tokenizer
-from longctx.tokenizer.sides import source_ids, start_of_targets
+from longctx.tokenizer.pair_ids import source_ids, start_of_targets
 
 MOST_TOKENS = 128
 """Maximum tokens per side: the plot labels each one."""
@@ -56,20 +56,29 @@ def draw_cross_attention(options: CrossOptions) -> list[Path]:
     source = source_ids(tokenizer, _read(options.text, "--text"))
     _check_side(model, source, f"--text {options.text}")
     target = _target(options, folder, model, tokenizer, source)
-    weights_TS = observe(folder, source, target, layer=options.layer, head=options.head)
+    weights_TS = compute_cross_attention(folder, source, target, layer=options.layer, head=options.head)
     caption = (
         f"{checkpoint_name(folder)} · cross attention of layer {options.layer}, head {options.head} · "
         f"{datetime.now(UTC):%Y-%m-%d} · {len(target)} tokens of the target, {len(source)} of the source"
     )
     name = f"cross_attention_layer{options.layer}_head{options.head}"
-    sides = [spelt(tokenizer, ids) for ids in (target, source)]
-    picture = (options.output / name).with_suffix(".svg")
-    write_atomically(picture, standalone(cross_figure(weights_TS, sides[0], sides[1], caption, name)).encode())
+    token_labels = [token_texts(tokenizer, ids) for ids in (target, source)]
+    plot_file = (options.output / name).with_suffix(".svg")
+    write_atomically(
+        plot_file,
+        standalone(plot_cross_attention(weights_TS, token_labels[0], token_labels[1], caption, name)).encode(),
+    )
     rows = [
-        {"target": t, "source": s, "target_text": sides[0][t], "source_text": sides[1][s], "share": float(share)}
+        {
+            "target": t,
+            "source": s,
+            "target_text": token_labels[0][t],
+            "source_text": token_labels[1][s],
+            "share": float(share),
+        }
         for (t, s), share in np.ndenumerate(weights_TS)
     ]
-    return [picture, write_csv(picture.with_suffix(".csv"), rows)]
+    return [plot_file, write_csv(plot_file.with_suffix(".csv"), rows)]
 
 
 def _check(model: ModelConfig, options: CrossOptions, folder: Path) -> None:
@@ -84,12 +93,12 @@ def _check(model: ModelConfig, options: CrossOptions, folder: Path) -> None:
 def _check_side(model: ModelConfig, ids: list[int], name: str) -> None:
     """Raise ConfigError if a side has more tokens than fit the plot or the model's positions."""
     if len(ids) > MOST_TOKENS:
-        room = min(MOST_TOKENS, model.max_positions)
+        max_tokens = min(MOST_TOKENS, model.max_positions)
         raise ConfigError(
-            f"{name}: {len(ids)} tokens, and a picture has room for {MOST_TOKENS}. Shorten it to {room} tokens."
+            f"{name}: {len(ids)} tokens, and a picture has room for {MOST_TOKENS}. Shorten it to {max_tokens} tokens."
         )
-    advice = f"Shorten it to {model.max_positions} tokens"
-    check_positions(model, len(ids), asked=f"{name}: {len(ids)} tokens", advice=advice, beyond=False, option=None)
+    hint = f"Shorten it to {model.max_positions} tokens"
+    check_positions(model, len(ids), request=f"{name}: {len(ids)} tokens", hint=hint, allow_longer=False, option=None)
 
 
 def _read(path: Path, option: str) -> str:
@@ -111,12 +120,12 @@ def _target(
     decoder = load_model(folder)
     # Leave room for the start token.
     most = min(MOST_TOKENS, model.max_positions) - 1
-    written = generate(decoder, start, most, source_ids=source, stop_ids=tokenizer.special.stops)
+    written = generate(decoder, start, most, source_ids=source, stop_ids=tokenizer.special.stop_ids)
     return start + written
 
 
 @torch.no_grad()
-def observe(folder: Path, source: list[int], target: list[int], *, layer: int, head: int) -> np.ndarray:
+def compute_cross_attention(folder: Path, source: list[int], target: list[int], *, layer: int, head: int) -> np.ndarray:
     """Return each source token's share in the head's attention for each target token, [T, S]."""
     # One group per source token keeps the keys separate.
     core = ObservedAttention(call=layer, head=head, groups_T=torch.arange(len(source)))
@@ -136,17 +145,17 @@ def observe(folder: Path, source: list[int], target: list[int], *, layer: int, h
 
 
 @styled
-def cross_figure(weights_TS: np.ndarray, target: list[str], source: list[str], caption: str, name: str) -> str:
+def plot_cross_attention(weights_TS: np.ndarray, target: list[str], source: list[str], caption: str, name: str) -> str:
     """Draw target tokens down and source tokens across, with attention as each square's colour."""
     height = 2.2 + 0.19 * len(target)
-    figure, (axes,) = new_figure(1, height=height)
+    fig, (axes,) = new_fig(1, height=height)
     image = axes.imshow(weights_TS, cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest", aspect="auto")
     axes.grid(False)
     axes.set_xticks(range(len(source)), source, rotation=90, fontsize=7)
     axes.set_yticks(range(len(target)), target, fontsize=7)
     axes.set_xlabel("source")
     axes.set_ylabel("target, as far as it is written")
-    bar = figure.colorbar(image, ax=axes, pad=0.015, fraction=0.04)
+    bar = fig.colorbar(image, ax=axes, pad=0.015, fraction=0.04)
     bar.set_label("share of the attention")
-    write_caption(figure, caption)
-    return to_svg(figure, name)
+    write_caption(fig, caption)
+    return to_svg(fig, name)

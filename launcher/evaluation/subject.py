@@ -10,24 +10,24 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.prepare.sources import open_source
-from data_pipeline.shards.copies import fetch_folder, has_folder
+from data_pipeline.shards.local_copies import fetch_folder, has_folder
 from data_pipeline.shards.manifest import MANIFEST_FILE
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.verify import open_verified
+from data_pipeline.shards.shard_verification import open_validated
 from data_pipeline.stores.urls import Location, below, locate
 from data_pipeline.texts import read_texts
 from launcher.checkpoint.tokenizers import check_named_tokenizer, check_same_tokenizer
-from launcher.evaluation.cells import STAND_IN, Cell, cells_without_room, has_room
-from launcher.evaluation.opened import OpenedModel, check_positions, check_reads_text, open_model, run_of
-from launcher.evaluation.options import Options
+from launcher.evaluation.cells import STAND_IN, Cell, find_skipped_cells, is_feasible
+from launcher.evaluation.evaluation_options import EvaluationOptions
+from launcher.evaluation.model_source import ModelSource, check_positions, check_reads_text, open_model, run_of
 from launcher.run_folder import CONFIG_FILE
-from longctx.chat.questions import asking
-from longctx.chat.template_files import find_templates, has_template, hash_templates
+from longctx.chat.chat_prompts import with_chat_prompts
+from longctx.chat.template_files import find_chat_templates, has_template, hash_templates
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, DataError
 from longctx.evaluation import Haystack, Setting
 from longctx.files import read_toml
-from longctx.tokenizer.rows import check_rows
+from longctx.tokenizer.embedding_rows import check_rows
 from parallel.comm.world import own_rank
 
 log = logging.getLogger(__name__)
@@ -37,33 +37,37 @@ BUILT_IN = "stdlib"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject(OpenedModel):
+class Subject(ModelSource):
     """Model and tokenizer with their evaluation text."""
 
     setting: Setting
     text_folder: Location | str | None
     """Source for haystack and loss texts (for shards in a store, their local copy); None if no task reads text."""
-    without_room: frozenset[Cell]
+    skipped_cells: frozenset[Cell]
     """Cells too short for their shortest prompt, as far as known before the haystack is read."""
     chat: str | None
     """Hash over the chat templates, if they render prompts."""
 
 
-def open_subject(options: Options) -> Subject:
+def open_subject(options: EvaluationOptions) -> Subject:
     """Open model and text from the options; raise a short error if one is missing or they do not fit."""
-    opened = open_model(options.checkpoint, options.tokenizer)
-    check_reads_text(opened, f"--tasks {','.join(options.tasks)}")
-    tasks, measures, _ = options.chosen()
+    model_source = open_model(options.checkpoint, options.tokenizer)
+    check_reads_text(model_source, f"--tasks {','.join(options.tasks)}")
+    tasks, text_metrics, _ = options.chosen()
     template = None
-    if options.chat_template == "auto" and find_templates(opened.tokenizer.files, opened.tokenizer.path):
-        template = hash_templates(opened.tokenizer.files, opened.tokenizer.path)
-        opened = replace(opened, tokenizer=asking(opened.tokenizer, [task.cue for task in tasks]))
+    if options.chat_template == "auto" and find_chat_templates(
+        model_source.tokenizer.files, model_source.tokenizer.path
+    ):
+        template = hash_templates(model_source.tokenizer.files, model_source.tokenizer.path)
+        model_source = replace(
+            model_source, tokenizer=with_chat_prompts(model_source.tokenizer, [task.cue for task in tasks])
+        )
     # A chat model answers worse without its template: suggest it.
-    elif own_rank() == 0 and tasks and all(task.cue for task in tasks) and has_template(opened.tokenizer):
-        log.warning("%s has a chat template. --chat-template auto asks by it, as a user does.", opened.folder)
-    _check_lengths(options, opened.model)
+    elif own_rank() == 0 and tasks and all(task.cue for task in tasks) and has_template(model_source.tokenizer):
+        log.warning("%s has a chat template. --chat-template auto asks by it, as a user does.", model_source.folder)
+    _check_lengths(options, model_source.model)
     setting = Setting(
-        tokenizer=opened.tokenizer,
+        tokenizer=model_source.tokenizer,
         seed=options.seed,
         haystack=Haystack([STAND_IN], source="a few words"),
         depths=options.depths,
@@ -71,38 +75,38 @@ def open_subject(options: Options) -> Subject:
         ruler=options.ruler,
     )
     # A haystack may be large, and unnecessary: find the tasks that have room for one first.
-    without_room = cells_without_room(setting, tasks, options.lengths, keep_one=not measures)
+    skipped_cells = find_skipped_cells(setting, tasks, options.lengths, keep_one=not text_metrics)
     text_folder, haystack = None, None
     readers = [
-        task.name for task in tasks if task.needs_haystack and has_room(task.name, options.lengths, without_room)
+        task.name for task in tasks if task.needs_haystack and is_feasible(task.name, options.lengths, skipped_cells)
     ]
-    if readers or measures:
-        text_folder = _text_folder(options, opened.folder)
+    if readers or text_metrics:
+        text_folder = _text_folder(options, model_source.folder)
     if readers and text_folder is not None:
         haystack = Haystack(read_texts(text_folder), source=options.haystack or str(text_folder))
     setting = replace(setting, haystack=haystack)
     return Subject(
-        **vars(opened),
+        **vars(model_source),
         setting=setting,
         text_folder=text_folder,
-        without_room=frozenset(without_room),
+        skipped_cells=frozenset(skipped_cells),
         chat=template,
     )
 
 
-def _check_lengths(options: Options, model: ModelConfig) -> None:
+def _check_lengths(options: EvaluationOptions, model: ModelConfig) -> None:
     """Raise ConfigError for a length greater than the model's positions."""
     longest = max(options.lengths)
     check_positions(
         model,
         longest,
-        asked=f"--lengths {longest}",
-        advice=f"Ask for {model.max_positions} or less",
-        beyond=options.beyond_positions,
+        request=f"--lengths {longest}",
+        hint=f"Ask for {model.max_positions} or less",
+        allow_longer=options.beyond_positions,
     )
 
 
-def _text_folder(options: Options, checkpoint: Path) -> Location | str:
+def _text_folder(options: EvaluationOptions, checkpoint: Path) -> Location | str:
     """Return the named folder, or the run's validation folder, or Python's standard library.
 
     Raise ConfigError for a named folder that does not exist.
@@ -149,11 +153,11 @@ def held_out_shards(named: str | None, run: Path | None, *, option: str) -> Shar
         place = locate(named)
         if not place.exists():
             raise ConfigError(f"{option} {named} does not exist. Name a shard folder.")
-        return open_verified(fetch_folder(place) if has_folder(place) else place)
+        return open_validated(fetch_folder(place) if has_folder(place) else place)
     if run is not None and (run / CONFIG_FILE).is_file():
         folder, cache = validation_folder(run / CONFIG_FILE)
         if folder and locate(folder).is_dir():
-            return open_verified(fetch_folder(folder, cache))
+            return open_validated(fetch_folder(folder, cache))
     return None
 
 
@@ -161,7 +165,7 @@ def held_out_shards(named: str | None, run: Path | None, *, option: str) -> Shar
 
 
 @dataclass(frozen=True)
-class Text:
+class DocumentPrefix:
     """Document prefix."""
 
     name: str
@@ -169,11 +173,11 @@ class Text:
     """int32: a list with a million ids takes nine times the memory, on every rank."""
 
 
-Texts = dict[int, list[Text]]
+Texts = dict[int, list[DocumentPrefix]]
 """Texts by length, each truncated to it."""
 
 
-def read_documents(options: Options, subject: Subject) -> Texts:
+def read_documents(options: EvaluationOptions, subject: Subject) -> Texts:
     """Return, for each length, the first ``options.samples`` documents that are long enough.
 
     Documents are never joined: text before a document's start is not its context. A length without any document is left
@@ -188,7 +192,7 @@ def read_documents(options: Options, subject: Subject) -> Texts:
             if len(ids) >= length and len(texts) < options.samples:
                 check_rows(subject.tokenizer, ids[:length], f"{name} of {subject.text_folder}")
                 # A copy: a view would keep the full document in memory.
-                texts.append(Text(name, ids[:length].astype(np.int32)))
+                texts.append(DocumentPrefix(name, ids[:length].astype(np.int32)))
         # Stop early: a folder may hold far more text than needed.
         if all(len(texts) == options.samples for texts in found.values()):
             break
@@ -200,16 +204,20 @@ def read_documents(options: Options, subject: Subject) -> Texts:
             "texts: --haystack FOLDER"
         )
         tasks, _, _ = options.chosen()
-        if len(short) == len(found) and not any(has_room(t.name, options.lengths, subject.without_room) for t in tasks):
+        if len(short) == len(found) and not any(
+            is_feasible(t.name, options.lengths, subject.skipped_cells) for t in tasks
+        ):
             raise DataError(f"--lengths {short[0]}: {missing}")
         log.warning("Left out, ppl and longppl at %s: %s", " and ".join(f"{length:,}" for length in short), missing)
     return found
 
 
-def _documents(options: Options, subject: Subject, folder: Location | str) -> Iterator[tuple[str, np.ndarray]]:
+def _documents(
+    options: EvaluationOptions, subject: Subject, folder: Location | str
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield each document's name and ids, including begin and end ids."""
     if not isinstance(folder, str) and (folder / MANIFEST_FILE).is_file():
-        shards = open_verified(folder)
+        shards = open_validated(folder)
         _check_tokenizer(options, subject, shards)
         for number in range(shards.num_documents):
             shards.check_files([number])
@@ -225,7 +233,7 @@ def _documents(options: Options, subject: Subject, folder: Location | str) -> It
         longest = max(longest, size)
 
 
-def _check_tokenizer(options: Options, subject: Subject, shards: ShardSet) -> None:
+def _check_tokenizer(options: EvaluationOptions, subject: Subject, shards: ShardSet) -> None:
     """Raise DataError unless the shards' ids mean the same text to the model."""
     if options.tokenizer is None:
         check_same_tokenizer(subject.folder, shards)

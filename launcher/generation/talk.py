@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from array import array
 
-from launcher.evaluation.opened import OpenedModel
-from launcher.generation.chats import system_turn
-from launcher.generation.options import Options, check_space
+from launcher.evaluation.model_source import ModelSource
+from launcher.generation.chat_prompt_ids import system_turn
+from launcher.generation.generation_options import GenerateOptions, check_space
+from longctx.chat.chat_encoder import ChatEncoder, ChatEncodingError
 from longctx.chat.conversation import ASSISTANT, Conversation
-from longctx.chat.encode import ChatEncoder, NotCountedError
 from longctx.errors import ConfigError
 
 
 class Talk:
     """Turns in one chat. Each reply reads all turns again, because a template may change turns when others follow."""
 
-    def __init__(self, options: Options, opened: OpenedModel) -> None:
+    def __init__(self, options: GenerateOptions, model_source: ModelSource) -> None:
         """Start a chat; raise DataError for a model without a chat template."""
-        self._options, self._opened = options, opened
-        self._encoder = ChatEncoder(opened.tokenizer)
+        self._options, self._model_source = options, model_source
+        self._encoder = ChatEncoder(model_source.tokenizer)
         self._turns = list(system_turn(options.prompts))
 
     def add_question(self, text: str) -> array[int]:
@@ -29,10 +29,16 @@ class Talk:
         turns = [*self._turns, {"role": "user", "content": text}]
         try:
             ids = array("i", self._encoder.encode_prompt(Conversation(tuple(turns))).tolist())
-        except NotCountedError as error:
+        except ChatEncodingError as error:
             raise ConfigError(f"{error}.") from error
         options = self._options
-        check_space(options.prompts, [len(ids)], options.max_new_tokens, self._opened, beyond=options.beyond_positions)
+        check_space(
+            options.prompts,
+            [len(ids)],
+            options.max_new_tokens,
+            self._model_source,
+            allow_longer=options.beyond_positions,
+        )
         # Only now: a refused turn must not stay in the chat.
         self._turns = turns
         return ids

@@ -17,13 +17,13 @@ import numpy as np
 
 from data_pipeline.shards.reader import ShardSet, SourceSide
 from launcher.checkpoint.tokenizers import check_same_tokenizer
-from launcher.evaluation.opened import OpenedModel, open_model, run_of
-from launcher.evaluation.ranks import build_mesh, joined_ranks
-from launcher.evaluation.run import no_progress
+from launcher.evaluation.evaluation_run import no_progress
+from launcher.evaluation.model_source import ModelSource, open_model, run_of
+from launcher.evaluation.rank_setup import build_mesh, joined_ranks
 from launcher.evaluation.subject import held_out_shards
-from launcher.generation.options import Options as GenerateOptions
-from launcher.generation.options import Prompt, PromptSource
-from launcher.generation.run import Session
+from launcher.generation.generation_options import GenerateOptions as GenerateOptions
+from launcher.generation.generation_options import PromptLine, PromptSource
+from launcher.generation.generation_run import GenerationSession
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.files import write_synced
@@ -33,7 +33,7 @@ from parallel.comm.world import on_every_rank, on_rank_0, own_rank
 
 NAME = "translation"
 ROWS, SCORES = "translation.jsonl", "translation.json"
-_LONGER, _MORE_TOKENS = 2, 16
+_LONGER, _EXTRA_TOKENS = 2, 16
 """Default answer limit: this multiple of the longest source's tokens, plus this many."""
 
 
@@ -62,7 +62,7 @@ class Translation:
         if self.answer_tokens is not None and self.answer_tokens < 1:
             raise ConfigError(
                 f"--answer-tokens {self.answer_tokens} leaves nothing for an answer. Take 1 or more; without the "
-                f"option it is {_LONGER} times the longest source and {_MORE_TOKENS}."
+                f"option it is {_LONGER} times the longest source and {_EXTRA_TOKENS}."
             )
 
 
@@ -70,31 +70,33 @@ Update = Callable[..., None]
 Progress = Callable[..., AbstractContextManager[Update]]
 
 
-def translate(options: Translation, computing: dict[str, Any], checkpoint: Path, progress: Progress) -> dict[str, Any]:
+def translate_pairs(
+    options: Translation, inference_options: dict[str, Any], checkpoint: Path, progress: Progress
+) -> dict[str, Any]:
     """Evaluate on the ranks that a launcher started, or in this process; return the scores on rank 0. Collective.
 
-    ``computing`` has the fields of ``Computation``. Raise ConfigError for a model without an encoder, or if sacrebleu
-    is not installed.
+    ``inference_options`` has the fields of ``Computation``. Raise ConfigError for a model without an encoder, or if
+    sacrebleu is not installed.
     """
     strategy = Beams(num_beams=options.beams, length_penalty=options.length_penalty) if options.beams > 1 else Greedy()
     # The answer limit depends on the sources, which are read after joining the ranks: start with a placeholder.
-    asked = GenerateOptions(
+    base_options = GenerateOptions(
         checkpoint=checkpoint,
         prompts=PromptSource(lines=options.output),
         max_new_tokens=1,
         strategy=strategy,
-        **computing,
+        **inference_options,
     )
-    with joined_ranks(asked) as device:
-        opened = on_every_rank(lambda: _open(checkpoint))
-        mesh = build_mesh(opened.model, context=asked.context, expert=asked.expert)
+    with joined_ranks(base_options) as device:
+        model_source = on_every_rank(lambda: _open(checkpoint))
+        mesh = build_mesh(model_source.model, context=base_options.context, expert=base_options.expert)
         # Rank 0 reads the pairs and writes the results.
         found: list[_Texts] = []
-        ids, longest = on_rank_0(lambda: _read(options, opened, found))
+        ids, longest = on_rank_0(lambda: _read(options, model_source, found))
         # Sessions take ids; the prompt texts are not used.
-        prompts = [Prompt("", {})] * len(ids)
-        settled = GenerateOptions(**{**vars(asked), "max_new_tokens": longest})
-        session = Session(settled, opened, mesh, device, prompts, ids, set())
+        prompts = [PromptLine("", {})] * len(ids)
+        options_with_limit = GenerateOptions(**{**vars(base_options), "max_new_tokens": longest})
+        session = GenerationSession(options_with_limit, model_source, mesh, device, prompts, ids, set())
         # Load the model only after all input checks.
         session.load()
         written: list[list[int]] = []
@@ -110,7 +112,7 @@ def translate(options: Translation, computing: dict[str, Any], checkpoint: Path,
 class _Texts:
     """Sources to translate, with their references."""
 
-    opened: OpenedModel
+    model_source: ModelSource
     sources: list[array[int]]
     references: list[str]
     left_out: int
@@ -118,7 +120,7 @@ class _Texts:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids, ignoring those that the tokenizer lacks."""
-        tokenizer = self.opened.tokenizer
+        tokenizer = self.model_source.tokenizer
         return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
 
     def longest(self, options: Translation) -> int:
@@ -126,43 +128,43 @@ class _Texts:
         wanted = options.answer_tokens
         if wanted is None:
             # Use the sources only: the lengths of the references would be a hint.
-            wanted = _LONGER * max(map(len, self.sources)) + _MORE_TOKENS
-        return min(wanted, self.opened.model.max_positions - 1)
+            wanted = _LONGER * max(map(len, self.sources)) + _EXTRA_TOKENS
+        return min(wanted, self.model_source.model.max_positions - 1)
 
 
-def _open(checkpoint: Path) -> OpenedModel:
+def _open(checkpoint: Path) -> ModelSource:
     """Open a translation model; raise ConfigError if it has no encoder."""
     _scorers()
-    opened = open_model(checkpoint, None)
-    if not opened.model.encoder_layers:
+    model_source = open_model(checkpoint, None)
+    if not model_source.model.encoder_layers:
         raise ConfigError(
             f"{checkpoint} has no encoder (model.encoder_layers=0), so it translates nothing. Take a model that was "
             "trained on pairs; `evaluate --list` names tasks for others."
         )
-    return opened
+    return model_source
 
 
-def _read(options: Translation, opened: OpenedModel, found: list[_Texts]) -> tuple[list[array[int]], int]:
+def _read(options: Translation, model_source: ModelSource, found: list[_Texts]) -> tuple[list[array[int]], int]:
     """Add the texts to ``found``; return the sources' ids, and the maximum tokens per answer.
 
     Pairs with a source longer than the model's positions are left out, as in training. Raise ConfigError if no pair is
     left.
     """
-    shards = _pairs(options, opened)
+    shards = _pairs(options, model_source)
     if not shards.manifest.has_sources:
         raise ConfigError(f"{shards.folder} holds no pairs. Name a folder that was built with --source-field: --pairs.")
-    check_same_tokenizer(opened.folder, shards)
+    check_same_tokenizer(model_source.folder, shards)
     if not shards.num_documents:
         raise ConfigError(f"{shards.folder} holds no documents. Name another folder of pairs: --pairs FOLDER.")
     count = min(options.samples or shards.num_documents, shards.num_documents)
     side = SourceSide(shards)
-    fitting = _fitting(side.lengths_of(np.arange(count)), opened.model, shards)
+    fitting = _fitting(side.lengths_of(np.arange(count)), model_source.model, shards)
     # From 0 to the largest length: full documents.
     pieces = [(number, 0, np.iinfo(np.int32).max) for number in fitting]
     sources = [array("i", ids.tolist()) for ids in side.slices(pieces)]
     targets = shards.slices(pieces)
-    references = [opened.tokenizer.decode(ids) for ids in targets]
-    texts = _Texts(opened, sources, references, left_out=count - len(fitting))
+    references = [model_source.tokenizer.decode(ids) for ids in targets]
+    texts = _Texts(model_source, sources, references, left_out=count - len(fitting))
     found.append(texts)
     options.output.mkdir(parents=True, exist_ok=True)
     return sources, texts.longest(options)
@@ -173,22 +175,23 @@ def _fitting(lengths: np.ndarray, model: ModelConfig, shards: ShardSet) -> list[
     fitting = np.flatnonzero(lengths <= model.max_positions).tolist()
     if fitting:
         return fitting
-    advice = "Name pairs with shorter ones: --pairs FOLDER"
+    hint = "Name pairs with shorter ones: --pairs FOLDER"
     if len(lengths) < shards.num_documents:
-        advice = f"Read more of its {shards.num_documents:,} pairs (--samples N), or name others: --pairs FOLDER"
+        hint = f"Read more of its {shards.num_documents:,} pairs (--samples N), or name others: --pairs FOLDER"
     raise ConfigError(
         f"no source of the {len(lengths):,} pairs that are read of {shards.folder} fits the model's "
-        f"{model.max_positions:,} positions (model.max_positions): the shortest has {lengths.min():,} tokens.\n{advice}"
+        f"{model.max_positions:,} positions (model.max_positions): the shortest has {lengths.min():,} tokens.\n{hint}"
     )
 
 
-def _pairs(options: Translation, opened: OpenedModel) -> ShardSet:
+def _pairs(options: Translation, model_source: ModelSource) -> ShardSet:
     """Return the named folder with pairs, by default the held-out split of the checkpoint's run."""
-    found = held_out_shards(options.pairs, run_of(opened.folder), option="--pairs")
+    found = held_out_shards(options.pairs, run_of(model_source.folder), option="--pairs")
     if found is not None:
         return found
     raise ConfigError(
-        f"translation needs pairs that the model was not trained on, and {opened.folder} is in no run whose validation "
+        f"translation needs pairs that the model was not trained on, and {model_source.folder} is in no run "
+        "whose validation "
         "folder is here.\nName a folder of pairs: --pairs FOLDER"
     )
 
@@ -214,7 +217,7 @@ def _score(options: Translation, texts: _Texts, ids: list[list[int]]) -> dict[st
     content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_synced(options.output / ROWS, content.encode())
     scores: dict[str, Any] = {
-        "model": texts.opened.name,
+        "model": texts.model_source.name,
         "pairs": len(rows),
         "left_out": texts.left_out,
         "beams": options.beams,

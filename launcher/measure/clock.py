@@ -1,4 +1,4 @@
-"""``Clock``: time an action on this rank while all other ranks do the same."""
+"""``RankTimer``: time an action on this rank while all other ranks do the same."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from parallel.comm.communicator import Communicator
-from parallel.comm.groups import world_group
-from parallel.comm.world import meet_patiently, num_ranks
+from parallel.comm.process_groups import world_group
+from parallel.comm.world import long_barrier, num_ranks
 
 _ROUNDS, _LONG = 3, 5
 _TOGETHER_SECONDS, _MOST_TOGETHER = 0.05, 50
 
 
-class Clock:
+class RankTimer:
     """Timer for one rank's actions; all ranks must time the same actions in the same order."""
 
     def __init__(self, device: torch.device, *, round_seconds: float, cpu_time: bool = False) -> None:
@@ -40,7 +40,7 @@ class Clock:
         Only for actions on a single rank: each rank chooses its own repeat count, so an action in which ranks wait for
         one another would hang. Use ``together`` for those.
         """
-        meet_patiently()
+        long_barrier()
         action()
         once = self._once(action, 1)
         if once > _LONG * self.round_seconds:
@@ -53,14 +53,14 @@ class Clock:
         """Like ``seconds``, for an action in which ranks wait for one another: all ranks repeat it equally often."""
         # The first call connects and allocates.
         action()
-        meet_patiently()
+        long_barrier()
         # Ranks measure different seconds; the slowest one sets the repeat count for all.
         once = torch.tensor([self._once(action, 1)], dtype=torch.float64, device=self.device)
-        Communicator().all_reduce(once, world_group(), doing="agreeing on a number of calls", largest=True)
+        Communicator().all_reduce(once, world_group(), operation="agreeing on a number of calls", largest=True)
         repeats = min(max(1, int(_TOGETHER_SECONDS / max(once.item(), 1e-6))), _MOST_TOGETHER)
         times = []
         for _ in range(_ROUNDS):
-            meet_patiently()
+            long_barrier()
             times.append(self._once(action, repeats))
         return statistics.median(times)
 
@@ -72,11 +72,11 @@ class Clock:
         """Return mean seconds per call over ``repeats`` calls."""
         # GPU calls return early: synchronize so that earlier work is excluded and these calls are complete.
         self._finish()
-        begun = self._now()
+        start = self._now()
         for _ in range(repeats):
             action()
         self._finish()
-        return self.factor * (self._now() - begun) / repeats
+        return self.factor * (self._now() - start) / repeats
 
     def _finish(self) -> None:
         if self.device.type == "cuda":

@@ -11,25 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.measure.clock import Clock
-from launcher.measure.figures import DTYPES, Figure
-from launcher.measure.sizes import Sizes
+from launcher.measure.clock import RankTimer
+from launcher.measure.profile_entry import DTYPES, ProfileEntry
+from launcher.measure.sizes import BenchmarkSizes
 from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import PLAIN, losses_
 from longctx.kernels.rms_norm import rms_norm
-from longctx.model.experts.layer import MixtureOfExperts, MoECall
+from longctx.model.experts.moe_layer import MixtureOfExperts, MoECall
 from longctx.model.layers.mlp import gated, gated_backward
 from longctx.model.rotary import apply_rotary
 
 _WIDTH, _HEAD_DIM, _EXPERTS, _CHOSEN = 512, 64, 8, 2
-_FLOAT32, _DRAWN_ROWS = 4, 256
+_FLOAT32, _SAMPLED_ROWS = 4, 256
 
-Pass = Callable[[Clock, int, torch.dtype], tuple[float, ...]]
+Pass = Callable[[RankTimer, int, torch.dtype], tuple[float, ...]]
 """Return seconds for forward, and for backward if there is one, on tensors with this many values."""
 
 
-def measure_elementwise(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """Measure bytes per second for each kind of work, counting bytes as ``launcher/plan/computing.py`` does."""
+def benchmark_elementwise(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
+    """Measure bytes per second for each kind of work, counting bytes as ``launcher/plan/compute_cost.py`` does."""
     yield from _table(clock, sizes, ("memory_bandwidth",), (3,), _sums, "sums of two tensors")
     yield from _table(clock, sizes, ("copy_bandwidth",), (2,), _copies, "copies to the other dtype")
     yield from _table(clock, sizes, ("norm_bandwidth", "norm_backward_bandwidth"), (2, 4), _norms, "RMSNorm")
@@ -39,7 +39,7 @@ def measure_elementwise(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     names = ("routing_bandwidth", "routing_backward_bandwidth")
     yield from _table(clock, sizes, names, (4, 8), _routing, "tokens to local experts and back, routing with it")
     # The loss runs in cache-sized blocks for any number of tokens, so there is one rate.
-    loss = Figure("loss_bandwidth", {}, "logits to losses and gradients")
+    loss = ProfileEntry("loss_bandwidth", {}, "logits to losses and gradients")
     N, V = sizes.logits
     for dtype in DTYPES:
         logits_NV = torch.randn(N, V, device=clock.device, dtype=dtype)
@@ -50,32 +50,37 @@ def measure_elementwise(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
 
 
 def _table(
-    clock: Clock, sizes: Sizes, names: tuple[str, ...], passes: tuple[int, ...], of_pass: Pass, what: str
-) -> Iterator[Figure]:
+    clock: RankTimer,
+    sizes: BenchmarkSizes,
+    names: tuple[str, ...],
+    passes: tuple[int, ...],
+    of_pass: Pass,
+    description: str,
+) -> Iterator[ProfileEntry]:
     directions = ("forward", "backward") if len(names) > 1 else ("both ways",)
     axes = {"bytes": sizes.tensor_bytes}
-    figures = [Figure(name, axes, f"{what}, {way}") for name, way in zip(names, directions, strict=True)]
+    entries = [ProfileEntry(name, axes, f"{description}, {way}") for name, way in zip(names, directions, strict=True)]
     for dtype in DTYPES:
         for num_bytes in sizes.tensor_bytes:
             seconds = of_pass(clock, num_bytes // dtype.itemsize, dtype)
-            for figure, times, of_figure in zip(figures, passes, seconds, strict=True):
-                figure.add(dtype, times * num_bytes / of_figure)
-    yield from figures
+            for entry, times, pass_seconds in zip(entries, passes, seconds, strict=True):
+                entry.add(dtype, times * num_bytes / pass_seconds)
+    yield from entries
 
 
-def _random(clock: Clock, num_values: int, width: int, dtype: torch.dtype) -> Tensor:
+def _random(clock: RankTimer, num_values: int, width: int, dtype: torch.dtype) -> Tensor:
     """Return repeated random values: sampling every value in a large tensor would take longer than the measurement."""
     rows = max(1, num_values // width)
-    few = torch.randn(min(rows, _DRAWN_ROWS), width, device=clock.device)
+    few = torch.randn(min(rows, _SAMPLED_ROWS), width, device=clock.device)
     return few.to(dtype).repeat(-(-rows // len(few)), 1)[:rows].contiguous()
 
 
-def _sums(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
+def _sums(clock: RankTimer, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
     x_NM, y_NM = (_random(clock, num_values, _WIDTH, dtype) for _ in range(2))
     return (clock.seconds(lambda: x_NM + y_NM),)
 
 
-def _copies(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
+def _copies(clock: RankTimer, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
     other = torch.bfloat16
     if dtype == torch.bfloat16:
         other = torch.float32
@@ -83,20 +88,20 @@ def _copies(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, .
     return (clock.seconds(lambda: x_NM.to(other)),)
 
 
-def _norms(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
+def _norms(clock: RankTimer, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
     x_NM = _random(clock, num_values, _WIDTH, dtype).requires_grad_()
     weight_M = torch.ones(_WIDTH, device=clock.device, dtype=dtype).requires_grad_()
-    return _both_ways(clock, lambda: rms_norm(x_NM, weight_M, 1e-5), (x_NM, weight_M))
+    return _forward_backward(clock, lambda: rms_norm(x_NM, weight_M, 1e-5), (x_NM, weight_M))
 
 
-def _rotations(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
+def _rotations(clock: RankTimer, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
     x_BtHD = _random(clock, num_values, _WIDTH, dtype).view(1, -1, _WIDTH // _HEAD_DIM, _HEAD_DIM)
     cos, sin = (torch.randn(1, x_BtHD.shape[1], 1, _HEAD_DIM // 2, device=clock.device) for _ in range(2))
     with torch.no_grad():
         return (clock.seconds(lambda: apply_rotary(x_BtHD, cos, sin)),)
 
 
-def _activations(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
+def _activations(clock: RankTimer, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
     gate_NF, up_NF, dout_NF = (_random(clock, num_values, _WIDTH, dtype) for _ in range(3))
 
     def backward() -> None:
@@ -107,7 +112,7 @@ def _activations(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[flo
     return clock.seconds(lambda: gated("swiglu", gate_NF, up_NF)), clock.seconds(backward)
 
 
-def _routing(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
+def _routing(clock: RankTimer, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
     """Time a layer with negligible experts, two channels wide, so that routing dominates."""
     config = ModelConfig(
         hidden_size=_WIDTH,
@@ -126,10 +131,10 @@ def _routing(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, 
         torch.nn.init.normal_(p, std=0.02)
     x_BtM = _random(clock, num_values // _CHOSEN, _WIDTH, dtype)[None].requires_grad_()
     call = MoECall(documents_Bt=torch.zeros(x_BtM.shape[:2], device=clock.device, dtype=torch.int64), num_documents=1)
-    return _both_ways(clock, lambda: layer(x_BtM, call)[0], (x_BtM, *layer.parameters()))
+    return _forward_backward(clock, lambda: layer(x_BtM, call)[0], (x_BtM, *layer.parameters()))
 
 
-def _both_ways(clock: Clock, forward: Callable[[], Tensor], inputs: tuple[Any, ...]) -> tuple[float, float]:
+def _forward_backward(clock: RankTimer, forward: Callable[[], Tensor], inputs: tuple[Any, ...]) -> tuple[float, float]:
     """Time a function, and separately its gradient."""
     # Build a graph, as in training: the function also writes the activations saved for backward.
     of_forward = clock.seconds(forward)

@@ -1,4 +1,4 @@
-"""One measuring process: ``python -m launcher.measure.rank RESULT``.
+"""One measuring process: ``python -m launcher.benchmark_rank.rank RESULT``.
 
 It reads its options as JSON from standard input, and its rank from the environment, as launchers set it. Rank 0 prints
 each part's title before measuring it, and writes the mean over all ranks to RESULT.0. A rank that fails writes its
@@ -19,56 +19,58 @@ from typing import Any
 
 import torch
 
-from launcher.measure.figures import Figure, mean_over_ranks
+from launcher.measure.profile_entry import ProfileEntry, mean_over_ranks
 from launcher.measure.sizes import BY_NAME
 from longctx.errors import LongCtxError
 
 
-def measure(orders: dict[str, Any], say: Callable[[str], None]) -> list[Figure]:
+def benchmark_rank(options: dict[str, Any], say: Callable[[str], None]) -> list[ProfileEntry]:
     """Join the process group and measure."""
     from parallel.comm.process import start_process_group, stop_process_group
     from parallel.runtime.device import choose_device
 
-    device = choose_device(orders["device"], "--device")
-    start_process_group(timeout_seconds=orders["timeout_seconds"], device=device)
-    found = measure_together(orders, device, say)
+    device = choose_device(options["device"], "--device")
+    start_process_group(timeout_seconds=options["timeout_seconds"], device=device)
+    found = benchmark_all_ranks(options, device, say)
     stop_process_group()
     return found
 
 
-def measure_together(orders: dict[str, Any], device: torch.device, say: Callable[[str], None]) -> list[Figure]:
+def benchmark_all_ranks(
+    options: dict[str, Any], device: torch.device, say: Callable[[str], None]
+) -> list[ProfileEntry]:
     """Return every entry's mean over all ranks, on each rank. Collective; requires a process group."""
     from parallel.comm.world import gather_objects
 
-    own: list[Figure] = []
-    for title, figures in _parts(orders, device):
+    own: list[ProfileEntry] = []
+    for title, entries in _parts(options, device):
         say(title)
-        own.extend(figures)
+        own.extend(entries)
     return [mean_over_ranks(of_ranks) for of_ranks in zip(*gather_objects(own), strict=True)]
 
 
-def _parts(orders: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Iterator[Figure]]]:
+def _parts(options: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Iterator[ProfileEntry]]]:
     """Yield each part's title and entries in order; a part is measured only when its entries are consumed."""
-    sizes = BY_NAME[orders["sizes"] or device.type]
+    sizes = BY_NAME[options["sizes"] or device.type]
     # Late imports: DeepSpeed chooses its device when it is imported.
-    from launcher.measure.attention import measure_attention, measure_products
-    from launcher.measure.clock import Clock
-    from launcher.measure.elementwise import measure_elementwise
-    from launcher.measure.links import measure_links
-    from launcher.measure.memory import measure_memory
-    from launcher.measure.state import measure_process, measure_state
+    from launcher.measure.attention_benchmark import benchmark_attention, benchmark_matmuls
+    from launcher.measure.clock import RankTimer
+    from launcher.measure.elementwise import benchmark_elementwise
+    from launcher.measure.link_benchmark import benchmark_links
+    from launcher.measure.memory_benchmark import benchmark_memory
+    from launcher.measure.state_benchmark import benchmark_process, benchmark_state
 
-    clock = Clock(device, round_seconds=sizes.round_seconds, cpu_time=orders["cpu_time"])
-    yield "the program itself", measure_process(clock, sizes)
-    yield "memory and disk", measure_memory(clock, sizes, Path(orders["folder"]))
-    yield "links between ranks", measure_links(clock, sizes)
-    yield "products", measure_products(clock, sizes)
-    yield "attention", measure_attention(clock, sizes)
-    yield "norms, activations, copies, loss", measure_elementwise(clock, sizes)
-    yield "gradients and optimizer", measure_state(clock, sizes)
+    clock = RankTimer(device, round_seconds=sizes.round_seconds, cpu_time=options["cpu_time"])
+    yield "the program itself", benchmark_process(clock, sizes)
+    yield "memory and disk", benchmark_memory(clock, sizes, Path(options["folder"]))
+    yield "links between ranks", benchmark_links(clock, sizes)
+    yield "products", benchmark_matmuls(clock, sizes)
+    yield "attention", benchmark_attention(clock, sizes)
+    yield "norms, activations, copies, loss", benchmark_elementwise(clock, sizes)
+    yield "gradients and optimizer", benchmark_state(clock, sizes)
 
 
-def main(result: Path, orders: dict[str, Any]) -> None:
+def main(result: Path, options: dict[str, Any]) -> None:
     """Measure, and write the entries or the error."""
     logging.disable(logging.WARNING)
     is_first = os.environ["RANK"] == "0"
@@ -79,8 +81,8 @@ def main(result: Path, orders: dict[str, Any]) -> None:
 
     written: dict[str, Any] = {}
     try:
-        figures = measure(orders, say)
-        written = {"figures": [dataclasses.asdict(figure) for figure in figures]}
+        entries = benchmark_rank(options, say)
+        written = {"figures": [dataclasses.asdict(entry) for entry in entries]}
     except LongCtxError as error:
         written = {"error": str(error), "kind": type(error).__name__}
     except Exception:

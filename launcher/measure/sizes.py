@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class BenchmarkSizes:
     """Points for each table, ascending."""
 
     tokens: tuple[int, ...]
@@ -35,7 +35,7 @@ class Sizes:
     """Repeat an action for this long in each of three rounds."""
 
 
-ON_CPU = Sizes(
+ON_CPU = BenchmarkSizes(
     # Below about 500 tokens or width 200 a core multiplies more slowly; above, it gets no faster.
     tokens=(16, 128, 512, 2048),
     widths=(64, 192, 512, 1024),
@@ -55,7 +55,7 @@ ON_CPU = Sizes(
     file_bytes=1 << 27,
     round_seconds=0.02,
 )
-ON_GPU = Sizes(
+ON_GPU = BenchmarkSizes(
     # Shapes from one billion parameters up: smaller matmuls are bound by their launch.
     tokens=(128, 1024, 8192, 32768),
     widths=(512, 2048, 4096, 8192),
@@ -74,7 +74,7 @@ ON_GPU = Sizes(
     file_bytes=1 << 28,
     round_seconds=0.02,
 )
-SMALLEST = Sizes(
+TINY = BenchmarkSizes(
     tokens=(16, 64),
     widths=(32, 64),
     lengths=(64, 128),
@@ -93,4 +93,4 @@ SMALLEST = Sizes(
     round_seconds=0.0,
 )
 """For tests that ignore the measured values."""
-BY_NAME = {"cpu": ON_CPU, "cuda": ON_GPU, "smallest": SMALLEST}
+BY_NAME = {"cpu": ON_CPU, "cuda": ON_GPU, "smallest": TINY}

@@ -89,18 +89,18 @@ def expert_name(layer: int, expert: int) -> str:
 
 def worst_max_over_mean(expert_load: Sequence[Sequence[float]]) -> float | None:
     """Return ``max_over_mean`` for the least balanced layer; None for a dense model or if no token was routed."""
-    figures = [max_over_mean(layer) for layer in expert_load if sum(layer)]
-    return max(figures, default=None)
+    ratios = [max_over_mean(layer) for layer in expert_load if sum(layer)]
+    return max(ratios, default=None)
 
 
 WHOLE_COUNTS = 512
 """Maximum counts per step (layers times experts) for which every record contains all counts."""
 MEAN_COUNTS = 96
 """Mean counts written per step for a larger model."""
-DIGITS = 5
+PRECISION = 5
 """Significant digits in a larger model's statistics."""
 
-FIGURE_KEYS = (
+LAYER_STATISTIC_KEYS = (
     "expert_max_violation",
     "expert_mean_violation",
     "expert_dropped_share",
@@ -118,7 +118,7 @@ def steps_between_loads(counts: int) -> int:
     return math.ceil(counts / MEAN_COUNTS)
 
 
-def shortened(record: Mapping[str, Any]) -> dict[str, Any]:
+def compact_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record to write; a large model's record has rounded statistics and, in most steps, no counts.
 
     All counts are written in steps divisible by ``steps_between_loads`` and in steps 1, 2, 4, 8, …
@@ -130,9 +130,9 @@ def shortened(record: Mapping[str, Any]) -> dict[str, Any]:
     short = dict(record)
     if every == 1:
         return short
-    for key in FIGURE_KEYS:
+    for key in LAYER_STATISTIC_KEYS:
         if short.get(key):
-            short[key] = [float(f"{value:.{DIGITS}g}") for value in short[key]]
+            short[key] = [float(f"{value:.{PRECISION}g}") for value in short[key]]
     # Powers of two cover early training densely. The choice depends on the step only, so a resumed run writes the same
     # records.
     step = record["step"]

@@ -1,7 +1,7 @@
 """Metrics records: the lines in ``metrics.jsonl``.
 
 Only rank 0 writes them. A record is a plain dict with its kind in ``kind``: ``train`` (one per step, built by
-``launcher/training/step.py``), ``validation`` or ``event`` (a resume). ``docs/run-folder.md`` defines every key.
+``launcher/training/train_step.py``), ``validation`` or ``event`` (a resume). ``docs/run-folder.md`` defines every key.
 
 JSON has no NaN, but a loss may be NaN. A non-finite number is written as ``null``, and the record gets ``"non_finite":
 {"loss": "nan"}``: dotted path to ``nan``, ``inf`` or ``-inf``. So ``null`` alone means *not known*. ``read_metrics``
@@ -21,7 +21,7 @@ from typing import Any
 
 from longctx.errors import DataError
 from longctx.files import replaced_file
-from longctx.untrusted.reading import parse_json
+from longctx.untrusted.strict_json import parse_json
 
 logger = logging.getLogger(__name__)
 

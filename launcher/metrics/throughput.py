@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from longctx.architecture.fields import decoder_of, encoder_of
-from longctx.architecture.layers import mixers_of
+from longctx.architecture.layer_specs import mixers_of
 from longctx.architecture.size import count_matrices, pair_head_size
 from longctx.config import ModelConfig
 
@@ -42,17 +42,17 @@ def matmul_parameters(config: ModelConfig) -> int:
     """
     # A tied head multiplies by the embedding weights, which are also looked up; an untied head has its own weights.
     counts, table = count_matrices(decoder_of(config), active=True, uses=True), config.vocab_size * config.embedding_dim
-    multiplied = sum(counts.values())
+    num_weights = sum(counts.values())
     if not config.tie_embeddings:
-        multiplied -= table
-    multiplied += config.mtp_layers * head_parameters(config)
+        num_weights -= table
+    num_weights += config.mtp_layers * head_parameters(config)
     if config.pair_head != "none":
         # The pair head only sees first tokens.
-        multiplied -= pair_head_size(config)
+        num_weights -= pair_head_size(config)
     if config.encoder_layers:
         # Cross attention projects decoder tokens to queries and outputs; keys and values count per source token.
-        multiplied += 2 * config.num_layers * config.hidden_size * config.num_heads * config.head_dim
-    return multiplied
+        num_weights += 2 * config.num_layers * config.hidden_size * config.num_heads * config.head_dim
+    return num_weights
 
 
 @cache
@@ -62,8 +62,8 @@ def source_parameters(config: ModelConfig) -> int:
         return 0
     encoder = encoder_of(config)
     counts = count_matrices(encoder, uses=True)
-    multiplied = sum(counts.values()) - counts["head"] - config.vocab_size * config.embedding_dim
-    return multiplied + 2 * config.num_layers * config.hidden_size * config.num_kv_heads * config.head_dim
+    num_weights = sum(counts.values()) - counts["head"] - config.vocab_size * config.embedding_dim
+    return num_weights + 2 * config.num_layers * config.hidden_size * config.num_kv_heads * config.head_dim
 
 
 def head_parameters(config: ModelConfig) -> int:

@@ -13,12 +13,12 @@ from launcher.plan.encoder import encoder_run, num_source_tokens
 from launcher.plan.parameters import num_ffn_parameters, num_layer_parameters
 from launcher.plan.token_bytes import FLOAT32, TokenBytes
 from launcher.plan.workspace import BackwardCall, backward_workspace, expected_kernel
-from longctx.architecture.layers import groups_of, layer_specs
-from longctx.architecture.mixers.gated_delta import GatedDelta
-from longctx.architecture.mixers.softmax import Softmax
+from longctx.architecture.layer_specs import groups_of, layer_specs
+from longctx.architecture.mixers.gated_delta_mixer import GatedDeltaMixer
+from longctx.architecture.mixers.softmax_mixer import SoftmaxMixer
 from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import TILE_ELEMENTS, tokens_of_chunk
-from longctx.model.chunks.table import SUMMED_VALUES, is_summed_by_rows
+from longctx.model.chunks.token_table import SUMMED_VALUES, is_summed_by_rows
 from longctx.model.stack import enters_by_rows
 
 _LOGITS_OF_GPU = 1 << 29
@@ -99,7 +99,7 @@ class _Layers(TokenBytes):
         if self.chunked:
             # The gradient overwrites the last layer's output.
             last = 0
-        on_device, on_host, on_disk, stream = _places(self, layers, _kept_ahead(self) + by_rows * heads * self.x)
+        on_device, on_host, on_disk, stream = _split_by_store(self, layers, _mtp_bytes(self) + by_rows * heads * self.x)
         kept += self.tokens * (sum(on_device) + last + stream) + head
         # In the last layer's backward, the head's gradient and the last norm's input are already freed.
         below = self.tokens * sum(on_device) + shared
@@ -125,7 +125,9 @@ class _Layers(TokenBytes):
     def kept_of_layers(self) -> tuple[int, int, int]:
         """Return bytes for all layers without a head: on the device, on the host, and on disk."""
         model = self.model
-        on_device, on_host, on_disk, stream = _places(self, [self.kept_of(layer) for layer in range(model.num_layers)])
+        on_device, on_host, on_disk, stream = _split_by_store(
+            self, [self.kept_of(layer) for layer in range(model.num_layers)]
+        )
         on_device_now = self.tokens * (sum(on_device) + stream) + _shared(self)
         return on_device_now, self.tokens * on_host, self.tokens * on_disk
 
@@ -137,7 +139,7 @@ class _Layers(TokenBytes):
         again = 0
         if self.config.train.keep != "all":
             # Recomputation saves the inputs to both norms and parts, and queries, keys and values.
-            again = 3 * self.x + self.before_core(layer) + core.behind
+            again = 3 * self.x + self.before_core(layer) + core.output_saved
         if self.config.train.keep == "inputs":
             again += core.out + core.lse
         ffn = self.tokens * again + _ffn(self, layer, self.tokens)
@@ -148,7 +150,9 @@ class _Layers(TokenBytes):
         attention = self.tokens * (self.x + norms + self._core_backward(layer))
         if self.config.train.keep == "all":
             # Saved activations in ``below`` that are freed by then or counted again here.
-            attention -= self.tokens * (2 * self.x + self.saved_of_ffn(layer) + self.before_core(layer) + core.behind)
+            attention -= self.tokens * (
+                2 * self.x + self.saved_of_ffn(layer) + self.before_core(layer) + core.output_saved
+            )
         return [ffn, attention]
 
     def _core_backward(self, layer: int, groups: tuple[int, int] = (1, 1)) -> int:
@@ -184,7 +188,7 @@ class _Layers(TokenBytes):
     def _ffn_of_chunk(self, layer: int) -> int:
         chunk = self.chunk()
         core = self.core(layer)
-        saved = 6 * self.x + self.before_core(layer) + core.out + core.behind
+        saved = 6 * self.x + self.before_core(layer) + core.out + core.output_saved
         # The input's gradient replaces the output's, chunk by chunk.
         ffn = 2 * chunk * saved + _ffn(self, layer, chunk) + _stored(self, self.x + core.out)
         return ffn + _weight_sums(self, layer)
@@ -200,13 +204,13 @@ class _Layers(TokenBytes):
         passed = core.q + core.kv + core.out
         groups = self._groups(layer)
         one = core.of_group(*groups)
-        arriving = one.q + one.kv + 2 * one.out + one.lse
+        prefetched = one.q + one.kv + 2 * one.out + one.lse
         if self.config.train.store == "device":
-            arriving = -(one.q + one.kv + one.out)
+            prefetched = -(one.q + one.kv + one.out)
         if groups[0] > groups[1] and self.config.train.store == "device":
             # Float32 gradients for keys and values that several groups read.
-            arriving += one.kv * FLOAT32 // self.width
-        of_group = self.tokens * (arriving + self._core_backward(layer, groups))
+            prefetched += one.kv * FLOAT32 // self.width
+        of_group = self.tokens * (prefetched + self._core_backward(layer, groups))
         stored = _stored(self, self.x + passed)
         if self.config.train.store == "host" and self.device_type == "cpu":
             # On a CPU the host store shares the device's memory.
@@ -218,7 +222,7 @@ class _Layers(TokenBytes):
     def _groups(self, layer: int) -> tuple[int, int]:
         """Return how many groups a layer's query heads and key heads are split into."""
         mixer, wanted = layer_specs(self.model)[layer].mixer, self.config.train.head_groups
-        if isinstance(mixer, GatedDelta):
+        if isinstance(mixer, GatedDeltaMixer):
             one = groups_of(self.model.delta_sizes.key_heads, wanted)
             return one, one
         key_heads = mixer.key_heads(self.model).num_heads
@@ -295,7 +299,7 @@ def _of_each_kind(layers: _Layers) -> set[int]:
     return {0, len(specs) - 1} | set({spec.mixer: n for n, spec in enumerate(specs)}.values())
 
 
-def _kept_ahead(layers: _Layers) -> int:
+def _mtp_bytes(layers: _Layers) -> int:
     """Return bytes per token saved between the blocks for multi-token prediction."""
     # Inputs to three norms, and to the projection, which is twice as wide.
     kept = 5 * layers.x
@@ -305,20 +309,20 @@ def _kept_ahead(layers: _Layers) -> int:
     return layers.model.mtp_layers * kept
 
 
-def _places(layers: _Layers, kept: list[int], ahead: int = 0) -> tuple[list[int], int, int, int]:
+def _split_by_store(layers: _Layers, kept: list[int], extra_bytes: int = 0) -> tuple[list[int], int, int, int]:
     """Split the layers' bytes per token into device, host and disk; also return other bytes that stay on the device.
 
-    The others are the residual stream and ``ahead``, saved after the last layer; a disk, or a host with chunks, stores
-    them too.
+    The others are the residual stream and ``extra_bytes``, saved after the last layer; a disk, or a host with chunks,
+    stores them too.
     """
     train = layers.config.train
     if train.store == "disk":
-        return [], 0, sum(kept) + layers.x + ahead, 0
+        return [], 0, sum(kept) + layers.x + extra_bytes, 0
     if train.store == "host" and layers.chunked:
-        return [], sum(kept) + layers.x + ahead, 0, 0
+        return [], sum(kept) + layers.x + extra_bytes, 0, 0
     if train.store == "host":
-        return kept[-1:], sum(kept[:-1]), 0, layers.x + ahead
-    return list(kept), 0, 0, layers.x + ahead
+        return kept[-1:], sum(kept[:-1]), 0, layers.x + extra_bytes
+    return list(kept), 0, 0, layers.x + extra_bytes
 
 
 def _within_kernel(layers: _Layers, layer: int, groups: tuple[int, int]) -> int:
@@ -333,7 +337,7 @@ def _within_kernel(layers: _Layers, layer: int, groups: tuple[int, int]) -> int:
         # Float32 sums over hops, and the next hop's keys and values.
         held += (core.q + core.kv) * FLOAT32 // layers.width + 2 * core.kv
     keys, value_dim = mixer.key_heads(model), model.value_dim
-    if isinstance(mixer, Softmax) and mixer.has_own_heads:
+    if isinstance(mixer, SoftmaxMixer) and mixer.has_own_heads:
         value_dim = keys.head_dim
     call = BackwardCall(
         num_queries=layers.tokens,

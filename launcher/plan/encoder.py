@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from functools import cache
 
+from launcher.config.config_sections import ModelSection
 from launcher.config.resolved import ResolvedConfig
-from launcher.config.sections import ModelSection
 from longctx.architecture.fields import ModelFields, encoder_of
 from longctx.batch import PackedDocuments
 from parallel.layout.sequence import num_parts
@@ -42,7 +42,7 @@ def num_source_tokens(config: ResolvedConfig) -> int:
         return 0
     parallel, total = config.parallel, config.data.source_seq_len * config.train.micro_batch_rows
     parts = num_parts(parallel.layout, parallel.context, parallel.ulysses)
-    # Padded to divide among the ranks (``launcher.training.model``).
+    # Padded to divide among the ranks (``launcher.training.task_builder``).
     return -(-total // parts) * parts // parallel.context
 
 

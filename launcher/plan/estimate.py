@@ -7,28 +7,28 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from launcher.config.check import check_run
-from launcher.config.resolve import Data, Machine, resolve, settle
+from launcher.config.config_sections import DataSection, RunConfig
+from launcher.config.resolve import Data, TargetMachine, resolve, resolve_without_data
 from launcher.config.resolved import ResolvedConfig, ResolvedParallel, ResolvedTrain
-from launcher.config.sections import DataSection, RunConfig
-from launcher.config.side_by_side import C, padded_documents, padded_tokens, with_context
-from launcher.config.zero import zero_options
+from launcher.config.run_config_rules import check_run
+from launcher.config.tokens_per_rank_rules import C, padded_documents, padded_tokens, with_context
+from launcher.config.zero_section import zero_options
 from launcher.metrics.throughput import training_flops
 from launcher.plan.activations import Activations, activations
-from launcher.plan.documents import documents_of
 from launcher.plan.encoder import source_documents
 from launcher.plan.hardware import Hardware
-from launcher.plan.memory import FLOAT32, copy_bytes, memory_of_rank
+from launcher.plan.memory_estimate import FLOAT32, checkpoint_copy_bytes, memory_of_rank
 from launcher.plan.parameters import build_shapes, planned_mesh
+from launcher.plan.planned_world import RankKind, World, rank_kinds
 from launcher.plan.seconds import StepSeconds, slowest, step_seconds
-from launcher.plan.world import RankKind, World, rank_kinds
-from launcher.plan.zero import Held, StepBytes, partition_bytes
-from longctx.architecture.layers import mixers_of
-from longctx.architecture.mixers.softmax import attended_pairs
+from launcher.plan.synthetic_documents import uniform_documents
+from launcher.plan.zero_bytes import PartitionBytes, StepBytes, partition_bytes
+from longctx.architecture.layer_specs import mixers_of
+from longctx.architecture.mixers.softmax_mixer import attended_pairs
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.processor import has_native_bfloat16
-from parallel.zero.options import check_device
+from parallel.zero.zero_options import check_device
 
 HEADROOM = 0.1
 """Share of device memory left to NCCL's buffers, kernel workspaces (attention's in backward is counted) and allocator
@@ -126,32 +126,32 @@ class RunEstimate:
 
 
 def planned(
-    asked: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0, device_type: str = ""
+    requested: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0, device_type: str = ""
 ) -> ResolvedConfig:
     """Resolve the config as a run on these ranks would do; raise ConfigError if the run would be rejected.
 
     ``device_type`` defaults to the hardware's.
     """
     device_type = device_type or hardware.device_type
-    machine = Machine(
+    machine = TargetMachine(
         ranks=world.ranks,
         device_type=device_type,
         # A CPU is assumed to be this machine's, or a similar one.
         native_bfloat16=device_type == "cuda" or has_native_bfloat16(),
         fits=lambda one: fits(one, world, hardware, share=1 - HEADROOM, document_tokens=document_tokens),
     )
-    settled = settle(asked, machine)
-    check_run(settled, world.ranks)
-    config = resolve(settled, machine, Data(is_packed=document_tokens % asked.data.seq_len > 0))
+    resolved = resolve_without_data(requested, machine)
+    check_run(resolved, world.ranks)
+    config = resolve(resolved, machine, Data(is_packed=document_tokens % requested.data.seq_len > 0))
     check_device(zero_options(config.zero), device_type)
     return config
 
 
-def estimate_run(asked: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0) -> RunEstimate:
+def estimate_run(requested: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0) -> RunEstimate:
     """Estimate the run; raise ConfigError if it would be rejected. Starts no processes and reads no data."""
-    config = planned(asked, world, hardware, document_tokens=document_tokens)
+    config = planned(requested, world, hardware, document_tokens=document_tokens)
     model = config.model.config()
-    documents = documents_of(config, document_tokens)
+    documents = uniform_documents(config, document_tokens)
     padded = padded_documents(config, documents)
     ranks, host_bytes = estimate_ranks(config, world, hardware, padded)
     # ``documents`` is the largest micro-batch; with tokens_per_rank others may have one row less.
@@ -167,7 +167,7 @@ def estimate_run(asked: RunConfig, world: World, hardware: Hardware, *, document
         hardware=hardware,
         ranks=ranks,
         host_bytes=host_bytes,
-        copy_bytes=copy_bytes(config, world),
+        copy_bytes=checkpoint_copy_bytes(config, world),
         model_flops=flops,
         full_flops=flops + _masked_flops(config, documents.lengths) * copies,
     )
@@ -194,7 +194,7 @@ def estimate_ranks(
     return ranks, _host_bytes(config, world, passing, device_type)
 
 
-def longest_row(config: ResolvedConfig, world: World, hardware: Hardware, *, share: float = 1.0) -> int:
+def max_row_tokens(config: ResolvedConfig, world: World, hardware: Hardware, *, share: float = 1.0) -> int:
     """Return the longest row, in multiples of 128 tokens per rank, that fits into a share of device memory; 0 if none
     fits.
 
@@ -229,7 +229,7 @@ def fits(
     config: ResolvedConfig, world: World, hardware: Hardware, *, share: float = 1.0, document_tokens: int = 0
 ) -> bool:
     """Return True if a resolved run fits into a share of device memory, and into host memory."""
-    passing = _activations(config, hardware.device_type, len(documents_of(config, document_tokens).lengths))
+    passing = _activations(config, hardware.device_type, len(uniform_documents(config, document_tokens).lengths))
     if _host_bytes(config, world, passing, hardware.device_type) > hardware.host_memory_bytes:
         return False
     return _bytes(config, world, passing, hardware).peak <= share * hardware.memory_bytes
@@ -260,11 +260,11 @@ def _host_bytes(config: ResolvedConfig, world: World, passing: Activations, devi
 def _stored_bytes(config: ResolvedConfig, world: World, passing: Activations) -> int:
     """Return bytes per rank that are offloaded to, or stored in, host memory."""
     memory = memory_of_rank(config, config.model.config(), world.ranks)
-    counted = 0
+    startup_bytes = 0
     if config.train.store == "host":
         # Activations that the check at startup already counts.
-        counted = memory.activations
-    return memory.host + max(0, passing.kept_on_host - counted)
+        startup_bytes = memory.activations
+    return memory.host + max(0, passing.kept_on_host - startup_bytes)
 
 
 def _activations(config: ResolvedConfig, device_type: str, num_documents: int) -> Activations:
@@ -276,24 +276,24 @@ def _activations(config: ResolvedConfig, device_type: str, num_documents: int) -
 
 def _bytes(config: ResolvedConfig, world: World, passing: Activations, hardware: Hardware) -> StepBytes:
     held = _held(_without_rows(config, world), world, hardware.device_type)
-    kept, kept_on_host, process, updating = passing.kept, passing.kept_on_host, 0, 0
+    kept, kept_on_host, process, update_bytes = passing.kept, passing.kept_on_host, 0, 0
     if hardware.device_type == "cpu":
         # On a CPU, device memory is host memory.
         kept, kept_on_host, process = kept + _stored_bytes(config, world, passing), 0, int(hardware.process_bytes)
         # AdamW's plain form computes its denominator in two steps, each as large as a moment.
-        updating = 2 * FLOAT32 * memory_of_rank(config, config.model.config(), world.ranks).updated
+        update_bytes = 2 * FLOAT32 * memory_of_rank(config, config.model.config(), world.ranks).updated
     return held.in_step(
         kept=kept,
         passing=passing.passing,
         kept_on_host=kept_on_host,
         kept_on_disk=passing.kept_on_disk,
-        optimizer_step=updating,
+        optimizer_step=update_bytes,
         process=process,
     )
 
 
 @cache
-def _held(config: ResolvedConfig, world: World, device_type: str) -> Held:
+def _held(config: ResolvedConfig, world: World, device_type: str) -> PartitionBytes:
     """Return the bytes that do not depend on rows; cached, because a search repeats the same requests."""
     return partition_bytes(config, build_shapes(config), planned_mesh(config, world), device_type)
 
@@ -321,7 +321,7 @@ def _masked_flops(config: ResolvedConfig, lengths: tuple[int, ...]) -> float:
     model = config.model.config()
     if not model.causal:
         return 0.0
-    full = sum(count for mixer, count in mixers_of(model).items() if mixer.reach is None and not mixer.stride)
+    full = sum(count for mixer, count in mixers_of(model).items() if mixer.lookback_tokens is None and not mixer.stride)
     left_out = sum(n * n for n in lengths) - attended_pairs(lengths)
     # Backward counts as twice the forward matmuls, hence the factor 3.
     return 3.0 * full * 2 * model.num_heads * (model.head_dim + model.value_dim) * left_out

@@ -168,16 +168,16 @@ def load_hardware(given: str) -> Hardware:
             f"--device {given} is neither a profile nor a file of one.{question}\n"
             f"Profiles: {', '.join(known)}, or {MEASURED} after `longctx measure`."
         )
-    return from_values(read_toml(path, f"--device {given}"), given)
+    return hardware_from_values(read_toml(path, f"--device {given}"), given)
 
 
-def from_values(values: dict[str, Any], given: str) -> Hardware:
+def hardware_from_values(values: dict[str, Any], given: str) -> Hardware:
     """Build the profile from a file's values; raise ConfigError, naming it ``given``, if they are invalid."""
     unknown = sorted(set(values) - {"name", "device_type", *KERNELS} - set(_FIELDS))
     missing = [name for name in _REQUIRED if name not in values]
     if unknown or missing:
-        listed = [f"{name} is not known" for name in unknown] + [f"{name} is missing" for name in missing]
-        raise ConfigError(f"--device {given} is no profile: {', '.join(listed)}.\nCopy a shipped one: {FOLDER}.")
+        problems = [f"{name} is not known" for name in unknown] + [f"{name} is missing" for name in missing]
+        raise ConfigError(f"--device {given} is no profile: {', '.join(problems)}.\nCopy a shipped one: {FOLDER}.")
     device_type = values.get("device_type", "cuda")
     if device_type not in ("cpu", "cuda"):
         raise ConfigError(f'--device {given}: device_type = {device_type!r} is neither "cpu" nor "cuda".')
@@ -186,7 +186,7 @@ def from_values(values: dict[str, Any], given: str) -> Hardware:
     sources: dict[str, str] = {}
     for name in _FIELDS:
         if name in values:
-            found[name], sources[name] = _figure(name, values[name], given)
+            found[name], sources[name] = _read_value(name, values[name], given)
     for name, like in _LIKE.items():
         # In field order: the value to copy is already set.
         found.setdefault(name, found[like])
@@ -201,7 +201,7 @@ def _of_kernel(kernel: str, sections: Any, given: str, sources: dict[str, str]) 
         raise ConfigError(f"--device {given}: [{kernel}] may have {', '.join(names)}, and nothing else.")
     found: dict[str, Rate] = {}
     for name, section in sections.items():
-        found[name], sources[f"{kernel}.{name}"] = _figure(name, section, given)
+        found[name], sources[f"{kernel}.{name}"] = _read_value(name, section, given)
     for name in names:
         like = _LIKE.get(name)
         if name not in found and like in found:
@@ -209,7 +209,7 @@ def _of_kernel(kernel: str, sections: Any, given: str, sources: dict[str, str]) 
     return found
 
 
-def _figure(name: str, section: Any, given: str) -> tuple[Any, str]:
+def _read_value(name: str, section: Any, given: str) -> tuple[Any, str]:
     problem = "it is no section with a source"
     if isinstance(section, dict) and isinstance(section.get("source"), str) and section["source"]:
         if name in SIZES:
@@ -219,7 +219,7 @@ def _figure(name: str, section: Any, given: str) -> tuple[Any, str]:
             problem = rate
         elif set(section) != {"value", "source"}:
             problem = "it must have a value and a source and nothing else"
-        elif _is_figure(name, section["value"]):
+        elif _is_valid_value(name, section["value"]):
             return float(section["value"]), section["source"]
         else:
             problem = f"value = {section['value']!r} is no number that it can be"
@@ -229,7 +229,7 @@ def _figure(name: str, section: Any, given: str) -> tuple[Any, str]:
     )
 
 
-def _is_figure(name: str, value: Any) -> bool:
+def _is_valid_value(name: str, value: Any) -> bool:
     if name == "hidden_share":
         return is_amount(value + 1) and 0 <= value <= 1 if isinstance(value, (int, float)) else False
     # Values that may be unknown, or zero.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from launcher.config.resolved import ResolvedConfig
-from launcher.plan.world import World
+from launcher.plan.planned_world import World
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
 from longctx.model.experts.dispatch import TokenDispatcher

@@ -45,12 +45,12 @@ class Rate:
             # Fast path: a search calls this a million times.
             return values[0]
         # Multilinear interpolation: two points with weights per axis; a corner's weight is their product.
-        places = [_place(points, sizes[name]) for name, points in self.axes.items()]
+        intervals = [_place(points, sizes[name]) for name, points in self.axes.items()]
         # Average logarithms: half way between 1 and 4 is 2.
         total = 0.0
-        for corner in product((0, 1), repeat=len(places)):
+        for vertex in product((0, 1), repeat=len(intervals)):
             weight, index = 1.0, 0
-            for end, (low, share), points in zip(corner, places, self.axes.values(), strict=True):
+            for end, (low, share), points in zip(vertex, intervals, self.axes.values(), strict=True):
                 weight *= share if end else 1 - share
                 index = index * len(points) + min(low + end, len(points) - 1)
             if weight:
@@ -123,7 +123,7 @@ def is_amount(value: Any) -> bool:
 def _ascending(values: Any) -> tuple[float, ...] | None:
     if not isinstance(values, list) or not values or not all(map(is_amount, values)):
         return None
-    if any(later <= earlier for earlier, later in pairwise(values)):
+    if any(current <= previous for previous, current in pairwise(values)):
         return None
     return tuple(map(float, values))
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from launcher.config.config_sections import RunConfig
 from launcher.config.resolved import ResolvedConfig
-from launcher.config.sections import RunConfig
-from launcher.config.side_by_side import padded_tokens
+from launcher.config.tokens_per_rank_rules import padded_tokens
 from launcher.plan.estimate import HEADROOM, RunEstimate
 from launcher.plan.hardware import Hardware
-from launcher.plan.memory import gib
-from launcher.plan.search import Candidate, Found, Nearest
+from launcher.plan.memory_estimate import gib
+from launcher.plan.plan_search import Nearest, SearchResult, SettingsCandidate
+from launcher.plan.planned_world import World
 from launcher.plan.workspace import expected_kernel
-from launcher.plan.world import World
-from launcher.wording import plural
+from launcher.wording import format_count
 
 _PARTS = {
     "products": "products of weights",
@@ -40,7 +40,8 @@ def describe_run(config: ResolvedConfig, world: World, document_tokens: int) -> 
     if document_tokens:
         documents = f"documents of {document_tokens:,} tokens"
     return (
-        f"{plural(world.ranks, 'rank')} ({world.ranks_per_node} a machine): {words(config)}, {config.train.dtype}, "
+        f"{format_count(world.ranks, 'rank')} ({world.ranks_per_node} a machine): {words(config)}, "
+        f"{config.train.dtype}, "
         f"layout {parallel.layout}\n"
         f"{tokens:,} tokens a micro-batch, {tokens // parallel.context:,} of them on a rank, {documents}"
     )
@@ -57,13 +58,13 @@ def words(config: RunConfig) -> str:
         parts.append(f"{train.micro_batch_rows} rows at once")
     parts.append(f"ZeRO {zero.stage}")
     parts += [
-        f"{what} on {where}"
-        for what, where in (("optimizer", zero.offload), ("weights", zero.offload_parameters))
+        f"{label} on {where}"
+        for label, where in (("optimizer", zero.offload), ("weights", zero.offload_parameters))
         if where != "none"
     ]
     parts.append(f"keep {train.keep} on {train.store}")
     if train.chunk_tokens:
-        parts.append(f"chunks of {train.chunk_tokens:,}, {plural(train.head_groups, 'group')} of heads")
+        parts.append(f"chunks of {train.chunk_tokens:,}, {format_count(train.head_groups, 'group')} of heads")
     return ", ".join(parts)
 
 
@@ -78,19 +79,19 @@ def flags(settings: dict[str, Any]) -> str:
 def headline(run: RunEstimate) -> str:
     """Describe the run and the hardware, and whether the run fits."""
     has, needs = gib(run.hardware.memory_bytes), gib(run.peak_bytes)
-    verdict = f"It fits: {needs} of {has} at the peak."
+    message = f"It fits: {needs} of {has} at the peak."
     if run.peak_bytes > run.hardware.memory_bytes:
-        verdict = f"It does not fit: {needs} at the peak, and a device has {has}."
+        message = f"It does not fit: {needs} at the peak, and a device has {has}."
     elif not run.fits:
-        verdict = (
+        message = (
             f"It does not fit: {gib(run.host_bytes)} on the host for each rank, and its share is "
             f"{gib(run.hardware.host_memory_bytes)}."
         )
-    described = describe_run(run.config, run.world, run.document_tokens)
-    return f"{described}\non {run.hardware.name}. {verdict}"
+    description = describe_run(run.config, run.world, run.document_tokens)
+    return f"{description}\non {run.hardware.name}. {message}"
 
 
-def memory_rows(run: RunEstimate) -> Rows:
+def plan_memory_rows(run: RunEstimate) -> Rows:
     """Return table rows with device bytes by kind."""
     # All ranks must fit, so show the one with the highest peak.
     b = max((rank.bytes for rank in run.ranks), key=lambda of_rank: of_rank.peak)
@@ -125,7 +126,7 @@ def seconds_rows(run: RunEstimate) -> Rows:
     return ["a step", "", ""], [*rows, ["together", f"{total:,.3g} s", ""]]
 
 
-def summary(run: RunEstimate, longest: int, longer: Candidate | None) -> list[str]:
+def plan_summary(run: RunEstimate, longest: int, longer: SettingsCandidate | None) -> list[str]:
     """Summarize the full run, and settings for longer rows.
 
     ``longest`` is the longest row, in tokens, that fits with these settings; ``longer`` holds settings for longer rows,
@@ -135,11 +136,14 @@ def summary(run: RunEstimate, longest: int, longer: Candidate | None) -> list[st
     hours = run.run_hours
     lines = [
         f"{run.tokens_per_second:,.0f} tokens a second, {run.tokens_per_second / world.ranks:,.0f} a device; "
-        f"{plural(config.train.steps, 'step')} take {_hours(hours)} hours, {_hours(hours * world.ranks)} device-hours."
+        f"{format_count(config.train.steps, 'step')} take {_hours(hours)} hours, "
+        f"{_hours(hours * world.ranks)} device-hours."
     ]
-    counted, full = run.utilisation(run.model_flops), run.utilisation(run.full_flops)
-    if counted is not None and full is not None:
-        lines.append(f"MFU {counted:.1%} with causal attention counted as masked, {full:.1%} with all pairs counted.")
+    masked_mfu, full = run.utilisation(run.model_flops), run.utilisation(run.full_flops)
+    if masked_mfu is not None and full is not None:
+        lines.append(
+            f"MFU {masked_mfu:.1%} with causal attention counted as masked, {full:.1%} with all pairs counted."
+        )
     if longest:
         lines.append(f"The longest row that fits with these settings has {longest:,} tokens.")
     else:
@@ -166,7 +170,8 @@ def _of_seconds(run: RunEstimate) -> list[str]:
     lines = ["Seconds come from what `longctx measure` found on a machine (--json has every figure and its source)."]
     if hardware.ranks != ranks:
         lines.append(
-            f"{plural(int(hardware.ranks), 'rank')} measured it at once, and this run has {ranks} on a machine, which "
+            f"{format_count(int(hardware.ranks), 'rank')} measured it at once, and this run has {ranks} on a "
+            "machine, which "
             f"share its cores, memory and links: `longctx measure --ranks {ranks}` measures as many."
         )
     return lines
@@ -191,15 +196,16 @@ _OF_SECONDS = (
 # ------------------------------------------------------------------------------------------------------------- a search
 
 
-def count_line(found: Found, hardware: Hardware) -> str:
+def count_line(found: SearchResult, hardware: Hardware) -> str:
     """Report how many settings were tried."""
     return (
-        f"{found.tried:,} settings tried, {found.num_fitting:,} fit {hardware.name} with {HEADROOM:.0%} of its memory "
+        f"{found.num_candidates:,} settings tried, {found.num_fitting:,} fit {hardware.name} with "
+        f"{HEADROOM:.0%} of its memory "
         f"left, and {gib(hardware.host_memory_bytes)} of the host's for each rank."
     )
 
 
-def front_rows(found: Found) -> Rows:
+def front_rows(found: SearchResult) -> Rows:
     """Return table rows with time against memory; an arrow marks the selected candidate."""
     # Thin out the front evenly, but always show the fastest candidate.
     step = max(1, -(-len(found.front) // _MOST_ROWS))
@@ -213,11 +219,11 @@ def front_rows(found: Found) -> Rows:
     return ["", "a step", "device", "host", "settings"], rows
 
 
-def nearest_lines(leanest: Candidate, near: Nearest, world: World) -> list[str]:
+def nearest_lines(leanest: SettingsCandidate, near: Nearest, world: World) -> list[str]:
     """Suggest changes if no settings fit."""
     hardware = leanest.hardware
     lines = [
-        f"Nothing fits {plural(world.ranks, 'rank')}. The nearest settings: {words(leanest.config)}.",
+        f"Nothing fits {format_count(world.ranks, 'rank')}. The nearest settings: {words(leanest.config)}.",
         f"They take {gib(leanest.peak_bytes)} of a device's {gib(hardware.memory_bytes * (1 - HEADROOM))} and "
         f"{gib(leanest.host_bytes)} of {gib(hardware.host_memory_bytes)} on the host.",
     ]

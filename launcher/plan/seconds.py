@@ -13,16 +13,16 @@ from math import comb, sqrt
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.activations import Activations
-from launcher.plan.attention import Attention, Part, attention_of_rank
-from launcher.plan.computing import elementwise_seconds, product_seconds
+from launcher.plan.attention_cost import Attention, AttentionWork, attention_of_rank
+from launcher.plan.compute_cost import elementwise_seconds, matmul_seconds
 from launcher.plan.encoder import encoder_run, source_documents
 from launcher.plan.hardware import Hardware
-from launcher.plan.memory import Memory
-from launcher.plan.muon import muon_seconds
+from launcher.plan.memory_estimate import Memory
+from launcher.plan.muon_cost import muon_seconds
 from launcher.plan.parameters import num_parameters
+from launcher.plan.planned_world import RankKind, World
 from launcher.plan.rates import Rate
 from launcher.plan.workspace import expected_kernel
-from launcher.plan.world import RankKind, World
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 
@@ -72,7 +72,7 @@ def step_seconds(
     micro_batches = of_rank / config.train.micro_batch_rows
     tokens = documents.num_tokens // config.parallel.context
     forwards = _forwards(config)
-    products = product_seconds(config, tokens, hardware)
+    matmuls = matmul_seconds(config, tokens, hardware)
     attention = attention_of_rank(model, config.parallel, config.dtype.itemsize, world, kind.rank, documents)
     kernel = expected_kernel(config, hardware.device_type)
     forward, backward = attention.seconds(model, config.train.dtype, hardware, kernel)
@@ -83,27 +83,27 @@ def step_seconds(
     attending = forwards * forward + backward
     encoder = encoder_run(config)
     if encoder is not None:
-        more = _encoder_seconds(config, encoder, world, kind, documents, hardware)
-        products, elementwise, attending, hops = (
-            products + more[0],
-            elementwise + more[1],
-            attending + more[2],
-            hops + more[3],
+        encoder_seconds = _encoder_seconds(config, encoder, world, kind, documents, hardware)
+        matmuls, elementwise, attending, hops = (
+            matmuls + encoder_seconds[0],
+            elementwise + encoder_seconds[1],
+            attending + encoder_seconds[2],
+            hops + encoder_seconds[3],
         )
     all_to_alls = _ulysses_seconds(config, model, world, documents, hardware)
     all_to_alls += _expert_seconds(config, model, world, tokens, hardware)
-    computing = products + attending + elementwise
+    compute_seconds = matmuls + attending + elementwise
     host_bandwidth = hardware.host_bandwidth.at()
     moved = 2 * activations.kept_on_host / host_bandwidth
     moved += 2 * activations.kept_on_disk / min(host_bandwidth, hardware.disk_bandwidth.at())
-    zero, optimizer = _state_seconds(config, world, accumulation, memory, micro_batches * computing / 2, hardware)
+    zero, optimizer = _state_seconds(config, world, accumulation, memory, micro_batches * compute_seconds / 2, hardware)
     return StepSeconds(
-        products=micro_batches * products,
+        products=micro_batches * matmuls,
         attention=micro_batches * attending,
         elementwise=micro_batches * elementwise,
         hops=micro_batches * hops,
         all_to_alls=micro_batches * all_to_alls,
-        moves=micro_batches * _waited(moved, computing, hardware),
+        moves=micro_batches * _waited(moved, compute_seconds, hardware),
         zero=zero,
         optimizer=optimizer,
         host=_host_seconds(config, tokens, accumulation, hardware),
@@ -130,9 +130,9 @@ def _encoder_seconds(
     pairs = sum(n * s for n, s in zip(documents.lengths, sources.lengths, strict=True)) / config.parallel.context
     each = sqrt(pairs / max(1, documents.num_documents))
     flops = 4.0 * config.model.num_layers * model.num_heads * model.head_dim * pairs
-    crossed = Attention({Part("full", each): flops}).seconds(model, encoder.train.dtype, hardware, kernel)
+    crossed = Attention({AttentionWork("full", each): flops}).seconds(model, encoder.train.dtype, hardware, kernel)
     return (
-        product_seconds(encoder, tokens, hardware, has_head=False),
+        matmul_seconds(encoder, tokens, hardware, has_head=False),
         elementwise_seconds(encoder, tokens, hardware, has_head=False),
         forwards * (forward + crossed[0]) + backward + crossed[1],
         hops,
@@ -145,20 +145,20 @@ def _forwards(config: ResolvedConfig) -> int:
     return 1
 
 
-def _waited(moving: float, computing: float, hardware: Hardware) -> float:
-    """Return the seconds that ``moving`` adds to the computation that it overlaps."""
-    hidden = hardware.hidden_share * moving
-    return moving - hidden + max(0.0, hidden - computing)
+def _waited(transfer_seconds: float, compute_seconds: float, hardware: Hardware) -> float:
+    """Return the seconds that ``transfer_seconds`` adds to the computation that it overlaps."""
+    hidden = hardware.hidden_share * transfer_seconds
+    return transfer_seconds - hidden + max(0.0, hidden - compute_seconds)
 
 
-def _waits(attention: Attention, computing: float, hardware: Hardware, *, width: float) -> float:
+def _waits(attention: Attention, compute_seconds: float, hardware: Hardware, *, width: float) -> float:
     """Return a pass's hop seconds beyond the computation that they overlap."""
     if not attention.messages:
         return 0.0
     a_message = width * (attention.received_in_node + attention.received_from_afar) / attention.messages
     within = width * attention.received_in_node / hardware.node_bandwidth.at(bytes=max(1.0, a_message))
     afar = width * attention.received_from_afar / hardware.network_bandwidth.at(bytes=max(1.0, a_message))
-    return _waited(max(within, afar) + attention.messages * hardware.message_seconds, computing, hardware)
+    return _waited(max(within, afar) + attention.messages * hardware.message_seconds, compute_seconds, hardware)
 
 
 def _host_seconds(config: ResolvedConfig, tokens: int, micro_batches: float, hardware: Hardware) -> float:
@@ -216,9 +216,9 @@ def _expert_seconds(config: ResolvedConfig, model: ModelConfig, world: World, to
     ranks = config.parallel.expert
     if ranks == 1:
         return 0.0
-    here, chosen = model.num_experts // ranks, model.experts_per_token
+    experts_per_rank, chosen = model.num_experts // ranks, model.experts_per_token
     # A token is sent once to each rank that has any of its experts: one minus the probability that a rank has none.
-    reached = ranks * (1 - comb(model.num_experts - here, chosen) / comb(model.num_experts, chosen))
+    reached = ranks * (1 - comb(model.num_experts - experts_per_rank, chosen) / comb(model.num_experts, chosen))
     sent = tokens * reached * (ranks - 1) / ranks * model.hidden_size * config.dtype.itemsize
     passes = 4
     if config.train.keep != "all" or config.train.recompute_experts == "all":
@@ -229,24 +229,24 @@ def _expert_seconds(config: ResolvedConfig, model: ModelConfig, world: World, to
 
 
 def _state_seconds(
-    config: ResolvedConfig, world: World, micro_batches: int, memory: Memory, computing: float, hardware: Hardware
+    config: ResolvedConfig, world: World, micro_batches: int, memory: Memory, compute_seconds: float, hardware: Hardware
 ) -> tuple[float, float]:
     """Return per step (seconds for moving gradients and weights between ranks, seconds for the update).
 
-    ``computing`` is backward's seconds, which a reduction can overlap.
+    ``compute_seconds`` is backward's seconds, which a reduction can overlap.
     """
     rates = hardware.gradient_parameters, hardware.reduction_parameters, hardware.update_parameters
     orthogonal = muon_seconds(config, world, hardware) if config.train.optimizer == "muon" else 0.0
     if None in rates or config.zero.offload != "none":
-        reducing, gathering = _zero_seconds(config, world, micro_batches, hardware)
-        zero = _waited(reducing, computing, hardware) + gathering
+        reduce_seconds, gather_seconds = _zero_seconds(config, world, micro_batches, hardware)
+        zero = _waited(reduce_seconds, compute_seconds, hardware) + gather_seconds
         return zero, _optimizer_seconds(config, memory, hardware) + orthogonal
     # DeepSpeed's full time per parameter has been measured, with this number of ranks.
     stage, parameters = config.zero.stage + 1, num_parameters(config)
-    adding, reducing, updating = (
+    accumulate_seconds, reduce_seconds, update_seconds = (
         parameters / rate.at(config.train.dtype, stage=stage) for rate in rates if rate is not None
     )
-    return (micro_batches - 1) * adding + reducing, updating + orthogonal
+    return (micro_batches - 1) * accumulate_seconds + reduce_seconds, update_seconds + orthogonal
 
 
 def _zero_seconds(config: ResolvedConfig, world: World, micro_batches: int, hardware: Hardware) -> tuple[float, float]:

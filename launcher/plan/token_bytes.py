@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from launcher.config.resolved import ResolvedConfig
-from longctx.architecture.layers import layer_specs
-from longctx.architecture.mixers.gated_delta import GatedDelta, KimiDelta
+from longctx.architecture.layer_specs import layer_specs
+from longctx.architecture.mixers.gated_delta_mixer import GatedDeltaMixer, KimiDeltaMixer
 from longctx.architecture.mixers.mixer import Mixer
-from longctx.architecture.mixers.softmax import Softmax
-from longctx.architecture.rules import GATED
+from longctx.architecture.mixers.softmax_mixer import SoftmaxMixer
+from longctx.architecture.model_rules import GATED
 from longctx.config import ModelConfig
-from longctx.kernels.gated_delta.call import BLOCK_CHUNKS, CHUNK
+from longctx.kernels.gated_delta.gated_delta_call import BLOCK_CHUNKS, CHUNK
 
 FLOAT32 = 4
 """Bytes per value."""
@@ -33,22 +33,26 @@ class CoreBytes(NamedTuple):
     """The core's output."""
     lse: int
     """Other core tensors saved for backward: log-sum-exps, or a share of the states."""
-    behind: int = 0
+    output_saved: int = 0
     """Saved between the core's output and the output projection."""
 
     def of_group(self, of_heads: int, of_keys: int) -> CoreBytes:
         """Return one group's bytes, with this many groups of query heads and of key heads."""
         return CoreBytes(
-            self.q // of_heads, self.kv // of_keys, self.out // of_heads, self.lse // of_heads, self.behind // of_heads
+            self.q // of_heads,
+            self.kv // of_keys,
+            self.out // of_heads,
+            self.lse // of_heads,
+            self.output_saved // of_heads,
         )
 
 
-def _around_delta(model: ModelConfig, mixer: Mixer, width: int) -> CoreBytes:
+def _delta_core(model: ModelConfig, mixer: Mixer, width: int) -> CoreBytes:
     """Return bytes for a gated delta rule layer: the state at each block's start, and the gate and norm after it."""
     K, H, D, V, _ = model.delta_sizes
     # Values come with the inputs to decays, one per head or channel, and to β.
     gates = 2 * H
-    if isinstance(mixer, KimiDelta):
+    if isinstance(mixer, KimiDeltaMixer):
         gates = H * (D + 1)
     states = H * D * V * FLOAT32 // (CHUNK * BLOCK_CHUNKS)
     # In float32: the norm's input and output, the gate before and after its function. In the dtype: gate and product.
@@ -72,15 +76,15 @@ class TokenBytes:
         self.attention = CoreBytes(self.q, self.kv, self.out, self.lse)
         if model.attention_gate:
             # The gate, and its product with the output.
-            self.attention = self.attention._replace(behind=2 * self.out + self.x)
+            self.attention = self.attention._replace(output_saved=2 * self.out + self.x)
         self.chunked = bool(config.train.chunk_tokens)
 
     def core(self, layer: int) -> CoreBytes:
         """Return a layer's core bytes."""
         mixer = layer_specs(self.model)[layer].mixer
-        if isinstance(mixer, GatedDelta):
-            return _around_delta(self.model, mixer, self.width)
-        if isinstance(mixer, Softmax) and mixer.has_own_heads:
+        if isinstance(mixer, GatedDeltaMixer):
+            return _delta_core(self.model, mixer, self.width)
+        if isinstance(mixer, SoftmaxMixer) and mixer.has_own_heads:
             K, D = mixer.key_heads(self.model)
             queries = self.model.num_heads * D * self.width
             return self.attention._replace(q=queries, kv=2 * K * D * self.width, out=queries)
@@ -88,7 +92,7 @@ class TokenBytes:
 
     def is_delta(self, layer: int) -> bool:
         """Return True if the layer passes a recurrent state on."""
-        return isinstance(layer_specs(self.model)[layer].mixer, GatedDelta)
+        return isinstance(layer_specs(self.model)[layer].mixer, GatedDeltaMixer)
 
     def kept_of(self, layer: int) -> int:
         """Return the bytes that a layer's forward saves for backward."""
@@ -104,7 +108,7 @@ class TokenBytes:
         if self.chunked:
             return self.x + core.q + core.kv + core.out + core.lse + routing + crossed
         # Inputs to both norms and parts; queries, keys, values and attention's output; FFN tensors.
-        own = self.before_core(layer) + core.out + core.lse + core.behind
+        own = self.before_core(layer) + core.out + core.lse + core.output_saved
         return 4 * self.x + own + routing + self.saved_of_ffn(layer) + crossed
 
     def kept_of_cross(self) -> int:
@@ -142,11 +146,11 @@ class TokenBytes:
             return self.inputs_of_activation() * model.ffn_size * width
         saved = self.inputs_of_activation() * model.shared_ffn_size * width
         per_token = model.experts_per_token * width
-        wide = self.inputs_of_activation() * model.expert_ffn_size
+        inner_values = self.inputs_of_activation() * model.expert_ffn_size
         if self.config.train.recompute_experts == "none":
-            saved += per_token * (wide + model.expert_ffn_size + model.hidden_size)
+            saved += per_token * (inner_values + model.expert_ffn_size + model.hidden_size)
         elif self.config.train.recompute_experts == "activation":
-            saved += per_token * wide
+            saved += per_token * inner_values
         return saved
 
     def inputs_of_activation(self) -> int:

@@ -17,7 +17,7 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
 
 
-def summary(recipe: Path) -> str:
+def recipe_summary(recipe: Path) -> str:
     """Return a recipe's first line, which describes the training."""
     with recipe.open() as file:
         return file.readline().removeprefix("# ").strip()

@@ -12,30 +12,30 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter
 
-from launcher.metrics.console import short_number
-from launcher.report.evaluation.figures import needle_figure
-from launcher.report.evaluation.folder import SETTINGS_FILE, Evaluation, load_evaluation
-from launcher.report.evaluation.tables import Rows, depth_rows, score_rows, tasks_with_depth, write_csv
-from launcher.report.figures import (
+from launcher.metrics.metrics_console import short_number
+from launcher.report.evaluation.evaluation_folder import SETTINGS_FILE, Evaluation, load_evaluation
+from launcher.report.evaluation.evaluation_plots import plot_needle_scores
+from launcher.report.evaluation.evaluation_tables import Rows, depth_rows, score_rows, tasks_with_depth, write_csv
+from launcher.report.html import Section, Table, render_page, write_page
+from launcher.report.report_header import key_metrics, state
+from launcher.report.report_plots import (
     Series,
     binary_number,
     finish,
-    new_figure,
+    new_fig,
     position_points,
     standalone,
     styled,
     to_svg,
 )
-from launcher.report.head import key_figures, state
-from launcher.report.html import Section, Table, render_page, write_page
-from launcher.report.run import Run, load_run
-from launcher.wording import plural
+from launcher.report.report_run import RunData, load_run
+from launcher.wording import format_count
 from longctx.errors import ConfigError
 from longctx.files import write_atomically
 
 COMPARISON_FILE = "comparison.html"
 
-COLOURS = ("#3b82c4", "#e08a1e", "#3a9d6e", "#d1495b", "#8e6bbf", "#8a8f98", "#b5651d", "#17a2b8")
+RUN_COLORS = ("#3b82c4", "#e08a1e", "#3a9d6e", "#d1495b", "#8e6bbf", "#8a8f98", "#b5651d", "#17a2b8")
 """Colours by run number; they repeat after the last one."""
 _SAME_TOKENS = 1.005
 """Maximum ratio between runs' bytes per token at which tokenizers count as equal: texts may differ a little."""
@@ -50,11 +50,11 @@ def write_comparison(folders: Sequence[Path], output: Path | str | None = None) 
     """
     names = distinct_names(folders)
     runs = [load_run(folder) for folder in folders]
-    return _write(names, "run", sections(runs, names), output)
+    return _write(names, "run", comparison_sections(runs, names), output)
 
 
-def _write(names: Sequence[str], what: str, parts: Sequence[Section], output: Path | str | None) -> Path:
-    state, source = plural(len(names), what), f"the {what}s' folders"
+def _write(names: Sequence[str], unit: str, parts: Sequence[Section], output: Path | str | None) -> Path:
+    state, source = format_count(len(names), unit), f"the {unit}s' folders"
     page = Path(output or COMPARISON_FILE)
     return write_page(lambda: render_page(" · ".join(names), state, parts, source=source), page, COMPARISON_FILE)
 
@@ -65,9 +65,9 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     Raise ConfigError if a folder is named twice.
     """
     folders = [folder.resolve() for folder in folders]
-    twice = [folder for folder in folders if folders.count(folder) > 1]
-    if twice:
-        raise ConfigError(f"{twice[0]} is named twice. Name each folder once.")
+    duplicates = [folder for folder in folders if folders.count(folder) > 1]
+    if duplicates:
+        raise ConfigError(f"{duplicates[0]} is named twice. Name each folder once.")
     length, names = 0, list[str]()
     while len(set(names)) < len(folders):
         length += 1
@@ -75,43 +75,43 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
+def comparison_sections(runs: Sequence[RunData], names: Sequence[str]) -> list[Section]:
     """Return sections for key metrics, losses over tokens, and config keys that differ."""
     caption = "No step has been logged yet."
     scales = bits_of_nats(runs)
-    picture = loss_figure(runs, names, scales)
-    if picture is not None:
+    plot = plot_run_losses(runs, names, scales)
+    if plot is not None:
         caption = "Lines are training losses, smoothed; dots are validations."
     # Losses per token do not compare across tokenizers; losses per byte do.
-    if picture is not None and scales is not None:
+    if plot is not None and scales is not None:
         caption += " In bits a byte of the validation's text, because the runs' tokens are not the same."
     positions = []
-    if (by_position := positions_figure(runs, names)) is not None:
+    if (by_position := plot_position_losses(runs, names)) is not None:
         of_last = "Validation loss of each run's last validation, in nats of its own tokens."
-        positions.append(Section(title="Loss by position", caption=of_last, picture=by_position))
+        positions.append(Section(title="Loss by position", caption=of_last, plot=by_position))
     rows = differences(runs)
-    differing = "The keys of the configs that differ; – where a run lacks one."
+    caption_diff = "The keys of the configs that differ; – where a run lacks one."
     if not rows:
-        differing = "The configs are the same, but for the folders."
+        caption_diff = "The configs are the same, but for the folders."
     return [
-        Section(title="Side by side", caption="", table=figure_table(runs, names)),
-        Section(title="Loss", caption=caption, picture=picture),
+        Section(title="Side by side", caption="", table=metric_table(runs, names)),
+        Section(title="Loss", caption=caption, plot=plot),
         *positions,
-        Section(title="What differs", caption=differing, table=Table(headings=("Key", *names), rows=rows)),
+        Section(title="What differs", caption=caption_diff, table=Table(column_names=("Key", *names), rows=rows)),
     ]
 
 
-def figure_table(runs: Sequence[Run], names: Sequence[str]) -> Table:
+def metric_table(runs: Sequence[RunData], names: Sequence[str]) -> Table:
     """Return a table with one key metric per row; – if a run lacks it."""
-    by_run = [{figure.label: figure.value for figure in key_figures(run)} for run in runs]
+    by_run = [{metric.label: metric.value for metric in key_metrics(run)} for run in runs]
     # Keep a report's order; a run may have metrics that another lacks.
     labels = list(dict.fromkeys(label for found in by_run for label in found))
     rows = [("State", *(state(run) for run in runs))]
     rows += [(label, *(found.get(label, "–") for found in by_run)) for label in labels]
-    return Table(headings=("", *names), rows=rows)
+    return Table(column_names=("", *names), rows=rows)
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+def differences(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     """Return config keys with different values across runs, and their values."""
     configs = [dict(_flatten(run.config)) for run in runs]
     rows: list[tuple[str, ...]] = []
@@ -123,44 +123,46 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 @styled
-def loss_figure(runs: Sequence[Run], names: Sequence[str], scales: Sequence[float] | None = None) -> Markup | None:
+def plot_run_losses(
+    runs: Sequence[RunData], names: Sequence[str], scales: Sequence[float] | None = None
+) -> Markup | None:
     """Draw smoothed training losses and validation losses over tokens; None without losses.
 
     ``scales`` converts each run's nats per token to bits per byte.
     """
-    figure, (axes,) = new_figure(1, height=3.9)
-    drawn, factors = [], scales or [1.0] * len(runs)
+    fig, (axes,) = new_fig(1, height=3.9)
+    plotted, factors = [], scales or [1.0] * len(runs)
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
-        colour, label = COLOURS[number % len(COLOURS)], name
-        for records, style in ((run.train, "-"), (run.validations, "o--")):
+        color, label = RUN_COLORS[number % len(RUN_COLORS)], name
+        for records, style in ((run.train, "-"), (run.validation_records, "o--")):
             loss = Series.of(records, "loss")
             if not loss.drawable:
                 continue
-            drawn.append(loss)
+            plotted.append(loss)
             # Smooth before thinning: the running mean needs every step.
             if style == "-":
                 loss = loss.smoothed().thinned()
             points = _over_tokens(run, loss)
-            axes.plot(points.steps, factors[number] * points.values, style, color=colour, markersize=4, label=label)
+            axes.plot(points.steps, factors[number] * points.values, style, color=color, markersize=4, label=label)
             # One legend entry per run.
             label = None
-    if not drawn:
+    if not plotted:
         return None
     if scales is None:
-        finish(axes, "tokens", "loss (nats a token)", drawn[0])
+        finish(axes, "tokens", "loss (nats a token)", plotted[0])
     else:
         finish(axes, "tokens", "loss (bits a byte)", None)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.legend(loc="upper right")
-    return Markup(to_svg(figure, "loss"))
+    return Markup(to_svg(fig, "loss"))
 
 
-def bits_of_nats(runs: Sequence[Run]) -> list[float] | None:
+def bits_of_nats(runs: Sequence[RunData]) -> list[float] | None:
     """Return each run's factor from nats per token to bits per byte; None if all are equal or one is unknown."""
     found = []
     for run in runs:
         # Loss and bits per byte are the same quantity in two units, so their ratio is the factor.
-        known = [r for r in run.validations if r.get("bits_per_byte") and r["loss"]]
+        known = [r for r in run.validation_records if r.get("bits_per_byte") and r["loss"]]
         if not known:
             return None
         found.append(known[-1]["bits_per_byte"] / known[-1]["loss"])
@@ -170,13 +172,13 @@ def bits_of_nats(runs: Sequence[Run]) -> list[float] | None:
 
 
 @styled
-def positions_figure(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
+def plot_position_losses(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
     """Draw loss by position from each run's last validation; None if no run has it."""
-    figure, (axes,) = new_figure(1, height=3.4)
+    fig, (axes,) = new_fig(1, height=3.4)
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
-        if run.validations and run.validations[-1].get("loss_by_position"):
-            middles, losses = position_points(run.validations[-1])
-            axes.plot(middles, losses, "o-", color=COLOURS[number % len(COLOURS)], markersize=3, label=name)
+        if run.validation_records and run.validation_records[-1].get("loss_by_position"):
+            middles, losses = position_points(run.validation_records[-1])
+            axes.plot(middles, losses, "o-", color=RUN_COLORS[number % len(RUN_COLORS)], markersize=3, label=name)
     if not axes.lines:
         return None
     axes.set_xscale("log", base=2)
@@ -184,10 +186,10 @@ def positions_figure(runs: Sequence[Run], names: Sequence[str]) -> Markup | None
     axes.set_xlabel("position in the document, counted from 1 (tokens, log scale)")
     axes.set_ylabel("loss (nats a token)")
     axes.legend(loc="best")
-    return Markup(to_svg(figure, "positions"))
+    return Markup(to_svg(fig, "positions"))
 
 
-def _over_tokens(run: Run, series: Series) -> Series:
+def _over_tokens(run: RunData, series: Series) -> Series:
     """Resample a series from the run's steps to its tokens; empty if no record has tokens."""
     known = Series.of(run.train, "tokens")
     if not known.drawable:
@@ -241,13 +243,13 @@ def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Pa
     parts = [_score_section(evaluations, names)]
     for task in tasks:
         rows = panel_rows(evaluations, names, task)
-        picture = _needle_picture(evaluations, names, task)
+        plot = _needle_plot(evaluations, names, task)
         # Separate files: a plot may be shared without its page.
-        beside = page.with_name(f"{page.stem}_{task}.svg")
-        write_atomically(beside, standalone(picture).encode())
-        write_csv(beside.with_suffix(".csv"), rows)
+        plot_file = page.with_name(f"{page.stem}_{task}.svg")
+        write_atomically(plot_file, standalone(plot).encode())
+        write_csv(plot_file.with_suffix(".csv"), rows)
         caption = "The scale is fixed from 0 to 1; n is the number of samples; what was not tested is blank."
-        parts.append(Section(title=f"{task} by length and depth", caption=caption, picture=Markup(picture)))
+        parts.append(Section(title=f"{task} by length and depth", caption=caption, plot=Markup(plot)))
     return _write(names, "evaluation", parts, output)
 
 
@@ -266,16 +268,16 @@ def panel_rows(evaluations: Sequence[Evaluation], names: Sequence[str], task: st
     ]
 
 
-def _needle_picture(evaluations: Sequence[Evaluation], names: Sequence[str], task: str) -> str:
-    panels = [(name, depth_rows(evaluation, task)) for name, evaluation in zip(names, evaluations, strict=True)]
-    lengths = sorted({row["length"] for _, rows in panels for row in rows})
+def _needle_plot(evaluations: Sequence[Evaluation], names: Sequence[str], task: str) -> str:
+    subplots = [(name, depth_rows(evaluation, task)) for name, evaluation in zip(names, evaluations, strict=True)]
+    lengths = sorted({row["length"] for _, rows in subplots for row in rows})
     # One caption line per evaluation: models, dates and sample counts may all differ.
     parts = []
-    for evaluation, (name, rows) in zip(evaluations, panels, strict=True):
-        count = plural(sum(row["n"] for row in rows), "sample")
+    for evaluation, (name, rows) in zip(evaluations, subplots, strict=True):
+        count = format_count(sum(row["n"] for row in rows), "sample")
         parts.append(f"{name}: {evaluation.caption}, n = {count}")
     caption = f"{task} · lengths {lengths[0]:,} to {lengths[-1]:,}\n" + "\n".join(parts)
-    return needle_figure(panels, caption, re.sub(r"[^A-Za-z0-9]", "-", f"panels-{task}"))
+    return plot_needle_scores(subplots, caption, re.sub(r"[^A-Za-z0-9]", "-", f"panels-{task}"))
 
 
 def _score_section(evaluations: Sequence[Evaluation], names: Sequence[str]) -> Section:
@@ -288,5 +290,5 @@ def _score_section(evaluations: Sequence[Evaluation], names: Sequence[str]) -> S
         for name, rows in zip(names, found, strict=True):
             cells = {row["length"]: f"{row['mean']:.3f}, n={row['n']}" for row in rows if row["task"] == task}
             lines.append((task, name, *(cells.get(length, "–") for length in lengths)))
-    headings = ("Task", "Evaluation", *(f"{length:,}" for length in lengths))
-    return Section(title="Scores by length", caption="Mean score.", table=Table(headings=headings, rows=lines))
+    column_names = ("Task", "Evaluation", *(f"{length:,}" for length in lengths))
+    return Section(title="Scores by length", caption="Mean score.", table=Table(column_names=column_names, rows=lines))

@@ -14,7 +14,7 @@ from longctx.files import replaced_file
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class KeyMetric:
     """Key metric: name, value and a line of explanation."""
 
     label: str
@@ -26,7 +26,7 @@ class Figure:
 class Table:
     """Plain rows under headings."""
 
-    headings: Sequence[str]
+    column_names: Sequence[str]
     rows: Sequence[Sequence[str]]
     has_text: bool = False
     """True if the last column is text that keeps its lines and spaces."""
@@ -38,7 +38,7 @@ class Section:
 
     title: str
     caption: str
-    picture: Markup | None = None
+    plot: Markup | None = None
     table: Table | None = None
 
 
@@ -49,8 +49,8 @@ def render_page(
     *,
     source: str,
     progress: float | None = None,
-    figures: Sequence[Figure] = (),
-    remarks: Sequence[str] = (),
+    metrics: Sequence[KeyMetric] = (),
+    warnings: Sequence[str] = (),
 ) -> str:
     """Return the page for one run, one evaluation or several; ``progress`` is a share, None to hide it."""
     return fill_template(
@@ -58,8 +58,8 @@ def render_page(
         name=name,
         state=state,
         progress=progress,
-        figures=figures,
-        remarks=remarks,
+        metrics=metrics,
+        warnings=warnings,
         sections=sections,
         source=source,
     )

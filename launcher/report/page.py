@@ -14,18 +14,18 @@ from markupsafe import Markup
 from launcher.metrics.expert_load import DEAD_AFTER_STEPS
 from launcher.metrics.goodput.account import KINDS, Goodput, effective_share
 from launcher.metrics.record import Record
-from launcher.report import experts, figures
+from launcher.report import expert_report, report_plots
 from launcher.report.audits import audit_sections
-from launcher.report.evaluation.sections import evaluation_sections
-from launcher.report.head import key_figures, progress, remarks, state
+from launcher.report.evaluation.evaluation_sections import evaluation_sections
 from launcher.report.html import Section, Table, render_page, write_page
-from launcher.report.run import Run, load_run
-from launcher.report.text import duration, known, number, perplexity
-from launcher.wording import first_names, plural
+from launcher.report.report_header import completed_share, key_metrics, run_warnings, state
+from launcher.report.report_run import RunData, load_run
+from launcher.report.report_text import duration, format_number, known, perplexity
+from launcher.wording import first_names, format_count
 
 REPORT_FILE = "report.html"
 
-MAX_VALIDATIONS = 12
+MAX_VALIDATION_ROWS = 12
 """Maximum rows in the validation table; a longer list shows the first, the last and some between."""
 MAX_SAMPLES = 6
 """Maximum sample texts, selected in the same way."""
@@ -38,71 +38,71 @@ def write_report(run_folder: Path | str, output: Path | str | None = None) -> Pa
     """
     folder = Path(run_folder)
     run = load_run(folder)
-    return write_page(lambda: render(run), Path(output or folder / REPORT_FILE), REPORT_FILE)
+    return write_page(lambda: render_report(run), Path(output or folder / REPORT_FILE), REPORT_FILE)
 
 
-def render(run: Run) -> str:
+def render_report(run: RunData) -> str:
     """Return the run's page as text."""
     return render_page(
         run.name,
         state(run),
-        sections(run),
+        report_sections(run),
         source="this run folder's files",
-        progress=progress(run),
-        figures=key_figures(run),
-        remarks=remarks(run),
+        progress=completed_share(run),
+        metrics=key_metrics(run),
+        warnings=run_warnings(run),
     )
 
 
 # Page sections.
 
 
-def sections(run: Run) -> list[Section]:
+def report_sections(run: RunData) -> list[Section]:
     """Return all sections in display order; a section without data says so."""
     parts = audit_sections(run.audits)
     parts += [_loss_section(run), *_validation_sections(run), _position_section(run), _speed_section(run)]
     parts += goodput_section(run.goodput) + _expert_sections(run)
     for evaluation in run.evaluations:
         parts += evaluation_sections(evaluation)
-    return parts + [Section(title="Evaluation", caption=reason) for reason in run.unread_evaluations]
+    return parts + [Section(title="Evaluation", caption=reason) for reason in run.evaluation_errors]
 
 
-def _loss_section(run: Run) -> Section:
-    if not run.train and not run.validations:
+def _loss_section(run: RunData) -> Section:
+    if not run.train and not run.validation_records:
         return Section(title="Loss", caption="No step has been logged yet.")
     caption = "The run has not been validated yet: there is nothing to compare the training loss with."
-    if any(record.get("unigram_entropy") is not None for record in run.validations):
+    if any(record.get("unigram_entropy") is not None for record in run.validation_records):
         caption = "A model that only knew how frequent each token is would be on the dashed line."
-    picture = figures.loss_figure(
-        run.train, run.validations, run.resumed_steps, [event["step"] for event in run.audits]
+    plot = report_plots.plot_losses(
+        run.train, run.validation_records, run.resumed_steps, [event["step"] for event in run.audits]
     )
     if any(record.get("tokens") for record in run.train):
         caption += " The upper axis counts tokens."
-    return Section(title="Loss", caption=caption, picture=Markup(picture))
+    return Section(title="Loss", caption=caption, plot=Markup(plot))
 
 
-def _validation_sections(run: Run) -> list[Section]:
+def _validation_sections(run: RunData) -> list[Section]:
     """Return a validation table and sample texts."""
     parts = []
-    if run.validations:
-        rows = [_validation_row(record, run) for record in spread(run.validations, MAX_VALIDATIONS)]
-        headings = ("Step", "Tokens read", "Loss", "Perplexity", "Bits a byte", "Below unigram entropy")
-        table = Table(headings=headings, rows=rows)
+    if run.validation_records:
+        rows = [_validation_row(record, run) for record in sample_evenly(run.validation_records, MAX_VALIDATION_ROWS)]
+        column_names = ("Step", "Tokens read", "Loss", "Perplexity", "Bits a byte", "Below unigram entropy")
+        table = Table(column_names=column_names, rows=rows)
         parts.append(Section(title="Validations", caption="Loss in nats a token.", table=table))
-    sampled = [record for record in run.validations if record.get("sample")]
+    sampled = [record for record in run.validation_records if record.get("sample")]
     if sampled:
         # An empty prompt is not shown.
         caption = "Greedy, by the weights of that step."
         prompt = sampled[-1]["sample"]["prompt"]
         if prompt:
             caption = f"Greedy, by the weights of that step, after {prompt!r}."
-        rows = [(f"{record['step']:,}", record["sample"]["text"]) for record in spread(sampled, MAX_SAMPLES)]
-        table = Table(headings=("Step", "Text"), rows=rows, has_text=True)
+        rows = [(f"{record['step']:,}", record["sample"]["text"]) for record in sample_evenly(sampled, MAX_SAMPLES)]
+        table = Table(column_names=("Step", "Text"), rows=rows, has_text=True)
         parts.append(Section(title="Sample text", caption=caption, table=table))
     return parts
 
 
-def _validation_row(record: Record, run: Run) -> tuple[str, ...]:
+def _validation_row(record: Record, run: RunData) -> tuple[str, ...]:
     """Return one validation's row; unknown values are dashes."""
     loss, entropy, tokens = record["loss"], record.get("unigram_entropy"), run.tokens_at(record["step"])
     cells = ["–", "–", "–"]
@@ -111,21 +111,28 @@ def _validation_row(record: Record, run: Run) -> tuple[str, ...]:
     if loss is not None:
         cells[1] = perplexity(loss)
     if loss is not None and entropy is not None:
-        cells[2] = number(entropy - loss)
-    return f"{record['step']:,}", cells[0], number(loss), cells[1], number(record.get("bits_per_byte")), cells[2]
+        cells[2] = format_number(entropy - loss)
+    return (
+        f"{record['step']:,}",
+        cells[0],
+        format_number(loss),
+        cells[1],
+        format_number(record.get("bits_per_byte")),
+        cells[2],
+    )
 
 
-def spread(records: Sequence[Record], most: int) -> list[Record]:
+def sample_evenly(records: Sequence[Record], most: int) -> list[Record]:
     """Return at most ``most`` records: first, last, and others evenly spaced between them."""
     if len(records) <= most:
         return list(records)
     return [records[round(index * (len(records) - 1) / (most - 1))] for index in range(most)]
 
 
-def _position_section(run: Run) -> Section:
+def _position_section(run: RunData) -> Section:
     title = "Loss by position"
-    measured = [record for record in run.validations if record.get("loss_by_position")]
-    if not run.validations:
+    measured = [record for record in run.validation_records if record.get("loss_by_position")]
+    if not run.validation_records:
         return Section(title=title, caption="No validation has been run yet.")
     if not measured:
         return Section(title=title, caption="The validations did not record it.")
@@ -137,10 +144,10 @@ def _position_section(run: Run) -> Section:
         "A model that uses its context predicts later tokens of a document better: the curve falls to the right, "
         "as far as the context helps."
     )
-    return Section(title=title, caption=caption, picture=Markup(figures.position_figure(first, measured[-1])))
+    return Section(title=title, caption=caption, plot=Markup(report_plots.plot_position_loss(first, measured[-1])))
 
 
-def _speed_section(run: Run) -> Section:
+def _speed_section(run: RunData) -> Section:
     title = "Speed and memory"
     if not known(run.train, "tokens_per_second"):
         return Section(title=title, caption="No step has been timed yet.")
@@ -150,7 +157,7 @@ def _speed_section(run: Run) -> Section:
         caption = f"{waits / seconds:.1%} of the step time was spent waiting for data. {caption}"
     if not known(run.train, "mfu"):
         caption += " There is no MFU: the device's peak rate is not known."
-    return Section(title=title, caption=caption, picture=Markup(figures.speed_figure(run.train, run.resumed_steps)))
+    return Section(title=title, caption=caption, plot=Markup(report_plots.plot_speed(run.train, run.resumed_steps)))
 
 
 def goodput_section(goodput: Goodput) -> list[Section]:
@@ -159,29 +166,30 @@ def goodput_section(goodput: Goodput) -> list[Section]:
     share = effective_share(seconds)
     if share is None:
         return []
-    counted = sum(seconds.values()) - seconds["paused"]
+    total_seconds = sum(seconds.values()) - seconds["paused"]
     caption = (
-        f"{share:.1%} of {duration(counted)} trained the state that the run goes on from; "
-        f"{plural(goodput.stalls, 'step')} stalled. Pauses do not count."
+        f"{share:.1%} of {duration(total_seconds)} trained the state that the run goes on from; "
+        f"{format_count(goodput.stalls, 'step')} stalled. Pauses do not count."
     )
     if goodput.skewed:
         caption += (
-            f" Clocks disagree: {plural(goodput.skewed, 'attempt')} began before the one before had ended, and that "
+            f" Clocks disagree: {format_count(goodput.skewed, 'attempt')} began before the one before had "
+            "ended, and that "
             "time counts as 0."
         )
     rows = []
-    for kind, meaning in KINDS.items():
+    for kind, description in KINDS.items():
         # Shares exclude pauses, as the effective training time does.
-        of_counted = "–" if kind == "paused" else f"{seconds[kind] / counted:.2%}"
+        share_text = "–" if kind == "paused" else f"{seconds[kind] / total_seconds:.2%}"
         if seconds[kind] > 0:
-            rows.append((kind.replace("_", " "), duration(seconds[kind]), of_counted, meaning))
-    table = Table(headings=("", "Time", "Share", ""), rows=rows)
+            rows.append((kind.replace("_", " "), duration(seconds[kind]), share_text, description))
+    table = Table(column_names=("", "Time", "Share", ""), rows=rows)
     return [Section(title="Stalls and lost time", caption=caption, table=table)]
 
 
-def _expert_sections(run: Run) -> list[Section]:
+def _expert_sections(run: RunData) -> list[Section]:
     """Return load over time, load by layer, and router statistics if logged."""
-    routed = experts.routed_records(run.train)
+    routed = expert_report.routed_records(run.train)
     if not run.train:
         return [Section(title="Expert load", caption="No step has been logged yet.")]
     if not routed:
@@ -189,32 +197,32 @@ def _expert_sections(run: Run) -> list[Section]:
     caption = (
         "Tokens of each expert over the layer's mean: 1 is even, red is busier, blue is idler, black got no token."
     )
-    shown, num_layers = experts.uneven_rows(routed), len(experts.whole_records(routed)[-1]["expert_load"])
+    shown, num_layers = expert_report.uneven_rows(routed), len(expert_report.whole_records(routed)[-1]["expert_load"])
     if len(shown) < num_layers:
         caption += (
             f" Drawn are the {len(shown)} least even of {num_layers} layers; the map below and the table have all."
         )
-    headings, rows = experts.expert_table(routed)
+    column_names, rows = expert_report.expert_table(routed)
     over_time = Section(
         title="Expert load",
         caption=caption,
-        picture=Markup(experts.load_figure(routed)),
-        table=Table(headings=headings, rows=rows),
+        plot=Markup(expert_report.plot_expert_loads(routed)),
+        table=Table(column_names=column_names, rows=rows),
     )
     by_layer = Section(
         title="Expert load by layer",
-        caption=dead_caption(experts.dead_experts(routed)),
-        picture=Markup(experts.map_figure(routed)),
+        caption=dead_caption(expert_report.dead_experts(routed)),
+        plot=Markup(expert_report.plot_load_map(routed)),
     )
     # Runs from earlier releases have no router statistics.
-    curves = experts.balance_figure(routed)
-    if curves is None:
+    series = expert_report.plot_balance(routed)
+    if series is None:
         return [over_time, by_layer]
     caption = (
         "Violation says how far loads are from even (0), entropy how undecided the router is (0: one expert has all "
         "the probability); logits that grow without end are the first sign of a run that will diverge."
     )
-    return [over_time, by_layer, Section(title="Routing", caption=caption, picture=Markup(curves))]
+    return [over_time, by_layer, Section(title="Routing", caption=caption, plot=Markup(series))]
 
 
 def dead_caption(dead: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.cluster.sessions import Stop, run_command
+from launcher.cluster.sessions import SignalForwarder, run_in_group
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Ending:
     code: int
     """The command's exit code; 128 plus the signal's number if a signal ended it."""
     seconds: float
-    left_behind: int
+    num_leftover: int
     """Processes that the command left running and that were then ended."""
 
 
-def attempt(words: Sequence[str], stop: Stop) -> Ending:
+def attempt(words: Sequence[str], stop: SignalForwarder) -> Ending:
     """Run a command to its end, with output to our own streams. Raise LongCtxError if it cannot be started."""
-    began = time.monotonic()
-    code, left = run_command(words, stop)
-    return Ending(code, time.monotonic() - began, left)
+    start_time = time.monotonic()
+    code, left = run_in_group(words, stop)
+    return Ending(code, time.monotonic() - start_time, left)

@@ -42,13 +42,13 @@ def _newest_first(folder: Path) -> Iterator[Record]:
             continue
 
 
-def newest_checkpoint(folder: Path) -> int | None:
+def newest_checkpoint_step(folder: Path) -> int | None:
     """Return the newest committed checkpoint's step; None without one."""
     steps = [int(path.name.removeprefix("step_")) for path in list_checkpoints(folder)]
     return max(steps, default=None)
 
 
-def begin_anew(folder: Path) -> None:
+def discard_steps(folder: Path) -> None:
     """Discard the steps in a run without a checkpoint: its metrics move to ``metrics.discarded.jsonl``."""
     if (folder / METRICS_FILE).exists():
         truncate_after(folder, -1)

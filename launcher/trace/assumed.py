@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.plan.world import World
+from launcher.plan.planned_world import World
 from launcher.trace.host_waits import HostWaits
 from longctx.config import ModelConfig
 from longctx.model.experts.dispatch import DispatchSizes
-from parallel.comm import groups
+from parallel.comm import process_groups
 from parallel.experts.dispatcher import AllToAllDispatcher
 from parallel.mesh import Mesh
 
@@ -32,7 +32,7 @@ def join_world(rank: int, world: World) -> None:
     # This process only traces; real groups would have no peers.
     dist.new_group = new_group
     # New groups take the world group's timeout, but a fake group has none.
-    groups.world_timeout = timedelta
+    process_groups.world_timeout = timedelta
 
 
 class EvenRouting(AllToAllDispatcher):
@@ -51,8 +51,8 @@ class EvenRouting(AllToAllDispatcher):
 
     def even_sizes(self, num_tokens: int) -> DispatchSizes:
         """Return the sizes for a tile with ``num_tokens`` tokens on every rank."""
-        ranks, here, k = self.mesh.expert, self.experts_per_rank, self._chosen
+        ranks, experts_per_rank, k = self.mesh.expert, self.experts_per_rank, self._chosen
         # A token is sent once to each rank that has any of its k experts; C(E - e, k) / C(E, k) have none.
-        absent = comb(ranks * here - here, k) / comb(ranks * here, k)
-        counts = (round(num_tokens * (1 - absent)),) * ranks
+        unused_share = comb(ranks * experts_per_rank - experts_per_rank, k) / comb(ranks * experts_per_rank, k)
+        counts = (round(num_tokens * (1 - unused_share)),) * ranks
         return DispatchSizes(send_counts=counts, recv_counts=counts, num_assignments=num_tokens * k)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from launcher.trace.figures import HostWait
 from launcher.trace.live_bytes import LiveBytes, current_place
+from launcher.trace.rank_trace import HostWait
 
 _COPIES = ("aten::_to_copy", "aten::copy_")
 _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
@@ -82,7 +82,7 @@ class HostWaits:
             self.copied_bytes += source.numel() * source.element_size()
 
     def _is_pinned(self, tensor: Tensor) -> bool:
-        return self._pinned is not None and self._pinned.holds(tensor)
+        return self._pinned is not None and self._pinned.contains(tensor)
 
     def _see_index(self, name: str, args: Sequence[Any]) -> None:
         """Record a wait for a host index, which is copied to the device."""

@@ -54,7 +54,7 @@ class LiveBytes:
         """Reset the peak to the bytes that are live now."""
         self.peak, self.peak_operator, self.peak_place = self.now, "", ""
 
-    def holds(self, tensor: Tensor) -> bool:
+    def contains(self, tensor: Tensor) -> bool:
         """Return True if the tensor's storage is counted."""
         return tensor.untyped_storage()._cdata in self._sizes
 

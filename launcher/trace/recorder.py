@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from launcher.plan.workspace import BackwardCall, backward_workspace
-from launcher.trace.figures import HostWait
 from launcher.trace.host_waits import HostWaits
-from launcher.trace.links import Links
+from launcher.trace.link_traffic import Links
 from launcher.trace.live_bytes import LiveBytes
+from launcher.trace.rank_trace import HostWait
 from longctx.kernels.traced_loops import times
 
 
@@ -56,7 +56,7 @@ class Recorder(TorchDispatchMode):
         if not _is_of_device(args, kwargs):
             # The host computes with schedules and slices, so they must be real.
             with unset_fake_temporarily():
-                return self.links.answered(func, args, kwargs, lambda: func(*args, **kwargs))
+                return self.links.run_collective(func, args, kwargs, lambda: func(*args, **kwargs))
         self.waits.see(func, args, kwargs)
         try:
             out = func(*args, **kwargs)

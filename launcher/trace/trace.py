@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.config.config_sections import RunConfig
 from launcher.config.resolved import ResolvedConfig
-from launcher.config.sections import RunConfig
 from launcher.plan.estimate import planned
 from launcher.plan.hardware import Hardware, load_hardware
-from launcher.plan.world import RankKind, World, rank_kinds
-from launcher.trace.figures import RankTrace
+from launcher.plan.planned_world import RankKind, World, rank_kinds
 from launcher.trace.live_bytes import ROOT
+from launcher.trace.rank_trace import RankTrace
 from launcher.trace.stand_in import torch_cuda_version
 from longctx import errors
 from longctx.errors import ConfigError, LongCtxError
@@ -70,14 +70,14 @@ def check_cuda_build() -> None:
 
 
 def traced_config(
-    asked: RunConfig, world: World, *, document_tokens: int, hardware: Hardware | None = None
+    requested: RunConfig, world: World, *, document_tokens: int, hardware: Hardware | None = None
 ) -> ResolvedConfig:
     """Resolve the config as on GPUs, independently of machine and data. Raise ConfigError if a run would reject it.
 
     ``train.chunk_tokens = "auto"`` depends on the memory in ``hardware``, by default an H100.
     """
     gpu = hardware or load_hardware("h100")
-    config = planned(asked, world, gpu, document_tokens=document_tokens, device_type="cuda")
+    config = planned(requested, world, gpu, document_tokens=document_tokens, device_type="cuda")
     # Compiled graphs cannot be traced; the report says so.
     config = config.changed({"train.compile": "off"})
     _check_store(config)
@@ -98,7 +98,7 @@ def _check_store(config: ResolvedConfig) -> None:
 
 
 def trace_run(
-    asked: RunConfig,
+    requested: RunConfig,
     world: World,
     *,
     document_tokens: int = 0,
@@ -108,19 +108,19 @@ def trace_run(
 ) -> RunTrace:
     """Trace one step on each kind of rank. Raise LongCtxError if it is impossible here or the run would be rejected."""
     check_cuda_build()
-    config = traced_config(asked, world, document_tokens=document_tokens, hardware=hardware)
+    config = traced_config(requested, world, document_tokens=document_tokens, hardware=hardware)
     kinds, traces = rank_kinds(config), []
     # Sequentially: a trace takes seconds, and memory for a hundred thousand tensors.
     for kind in kinds:
         progress(kind)
-        orders = {
+        request = {
             "config": dataclasses.asdict(config),
             "world": dataclasses.asdict(world),
             "rank": kind.rank,
             "document_tokens": document_tokens,
             "capability": list(capability),
         }
-        traces.append(RankTrace.from_json(_ask_worker(orders)))
+        traces.append(RankTrace.from_json(_ask_worker(request)))
     return RunTrace(
         config=config,
         world=world,
@@ -145,24 +145,24 @@ def _check_scores(config: ResolvedConfig) -> None:
         )
 
 
-def _ask_worker(orders: dict[str, Any]) -> dict[str, Any]:
+def _ask_worker(request: dict[str, Any]) -> dict[str, Any]:
     # The worker imports the packages from the same place as this process, in any working folder.
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         done = subprocess.run(
-            [sys.executable, "-m", "launcher.trace.worker", str(result)],
-            input=json.dumps(orders),
+            [sys.executable, "-m", "launcher.trace.trace_worker", str(result)],
+            input=json.dumps(request),
             text=True,
             capture_output=True,
             env={**os.environ, "PYTHONPATH": path},
         )
         if not result.exists():
-            raise RuntimeError(f"the process that traces rank {orders['rank']} died: {done.stderr.strip()[-2000:]}")
+            raise RuntimeError(f"the process that traces rank {request['rank']} died: {done.stderr.strip()[-2000:]}")
         answer = json.loads(result.read_text())
     if "trace" in answer:
         return answer["trace"]
     # Without a kind it is an internal error with its traceback, otherwise a user error.
     if not answer["kind"]:
-        raise RuntimeError(f"the trace of rank {orders['rank']} failed:\n{answer['error']}")
+        raise RuntimeError(f"the trace of rank {request['rank']} failed:\n{answer['error']}")
     raise getattr(errors, answer["kind"], ConfigError)(answer["error"])

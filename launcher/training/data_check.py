@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from data_pipeline.shards.copies import LocalCopy
+from data_pipeline.shards.file_states import place_of
+from data_pipeline.shards.local_copies import LocalCopy
 from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.stamps import place_of
-from data_pipeline.shards.verify import FolderCheck, Verify, deal
+from data_pipeline.shards.shard_verification import FolderCheck, Verify, assign_shards
 from launcher.wording import ONLY_IN_FILE
 from longctx.errors import DataError
 from parallel.comm.world import gather_objects, on_every_rank, own_rank
@@ -54,8 +54,8 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
     if any(view.has_pending for view in views):
         problems = [check.problem(entry) for check, entry in own]
         # Shares take unequal times: the control group waits for the longest.
-        _raise_damage([problem for problem in problems if problem is not None])
-        _keep_stamps(checks)
+        _raise_errors([problem for problem in problems if problem is not None])
+        _store_validated(checks)
     shards, read = [entry for check in checks for entry in check.shards], [entry for _, entry in own]
     log.info(
         "data.verify=%s: %d shards (%.1f GB); read here against their checksums: %d (%.1f GB).",
@@ -66,7 +66,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
         sum(entry.bytes for entry in read) / 1e9,
         extra={ONLY_IN_FILE: True},
     )
-    without_sums = [str(check.folder) for check in checks if check.lacks_sums]
+    without_sums = [str(check.folder) for check in checks if check.missing_checksum]
     if without_sums:
         log.info(
             "Built by a release without sums of blocks: %s. What a run reads there cannot be checked as it is read, so "
@@ -76,11 +76,11 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
     return read
 
 
-def _own_share(shards: Sequence[tuple[Source, ShardEntry]], places: Sequence[str]) -> list[tuple[Source, ShardEntry]]:
-    """Return this rank's share of the shards, divided among ranks with the same entry in ``places``."""
+def _own_share(shards: Sequence[tuple[Source, ShardEntry]], views: Sequence[str]) -> list[tuple[Source, ShardEntry]]:
+    """Return this rank's share of the shards, divided among ranks with the same entry in ``views``."""
     rank = own_rank()
-    readers = [other for other, place in enumerate(places) if place == places[rank]]
-    shares = deal([entry.bytes for _, entry in shards], len(readers))
+    readers = [other for other, view in enumerate(views) if view == views[rank]]
+    shares = assign_shards([entry.bytes for _, entry in shards], len(readers))
     return [shards[number] for number in shares[readers.index(rank)]]
 
 
@@ -95,15 +95,15 @@ def _check_same(folders: Sequence[ShardSet], views: Sequence[_View]) -> None:
                 f"where there is one), rank {rank} has {len(view.data)}.\nCopy the same folders to every host."
             )
         names = [str(shards.folder) for shards in folders]
-        differing = [n for n, (mine, first) in enumerate(zip(view.data, views[0].data, strict=True)) if mine != first]
-        number = differing[0]
+        mismatches = [n for n, (mine, first) in enumerate(zip(view.data, views[0].data, strict=True)) if mine != first]
+        number = mismatches[0]
         raise DataError(
             f"{names[number]} is not the same data on every rank: its manifest's hash is {views[0].data[number]} on "
             f"rank 0 and {view.data[number]} on rank {rank}.\nCopy the folder of one host to the others."
         )
 
 
-def _raise_damage(own: list[str]) -> None:
+def _raise_errors(own: list[str]) -> None:
     # Gathered, so that every rank raises the same error. Only each rank's first few: the message must stay small even
     # if much of a disk is damaged.
     found = gather_objects((len(own), own[:_SHOWN]))
@@ -116,11 +116,11 @@ def _raise_damage(own: list[str]) -> None:
     raise DataError("\n".join(lines))
 
 
-def _keep_stamps(checks: Sequence[FolderCheck]) -> None:
+def _store_validated(checks: Sequence[FolderCheck]) -> None:
     """Store which files are verified. If that fails the run continues, and the next start reads them again."""
     try:
         for check in checks:
-            check.keep_stamps()
+            check.save_file_states()
     except (DataError, OSError) as error:
         log.warning(
             "%s\nThe next start will read the data's checksums again (LONGCTX_CACHE names another folder).", error
@@ -139,23 +139,23 @@ def fetch_data(folders: Sequence[ShardSet]) -> None:
     caches = gather_objects(" ".join(f"{place_of(copy.folder)} {copy.folder.resolve()}" for copy in copies))
     if not any(caches):
         return
-    on_every_rank(lambda: _check_room(copies))
+    on_every_rank(lambda: _check_free_space(copies))
     # Ranks that share a cache miss the same shards: all have listed them before the first one fetches.
-    _raise_damage(_fetch(_own_share(missing, caches)))
+    _raise_errors(_fetch(_own_share(missing, caches)))
     # Another run may fetch into the same cache, and fail: fetch shards that are still missing.
-    _raise_damage(_fetch([(copy, entry) for copy in copies for entry in copy.missing()]))
+    _raise_errors(_fetch([(copy, entry) for copy in copies for entry in copy.missing()]))
 
 
-def _check_room(copies: Sequence[LocalCopy]) -> None:
+def _check_free_space(copies: Sequence[LocalCopy]) -> None:
     for copy in copies:
-        copy.check_room()
+        copy.check_free_space()
 
 
 def _fetch(shards: Sequence[tuple[LocalCopy, ShardEntry]]) -> list[str]:
     """Fetch shards one by one; return the first error."""
     for number, (copy, entry) in enumerate(shards, start=1):
         try:
-            copy.bring(entry)
+            copy.fetch(entry)
         except DataError as error:
             return [str(error)]
         log.info("fetched %s of %s (%d of %d here)", entry.file, copy.origin, number, len(shards))

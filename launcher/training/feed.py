@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from data_pipeline.loader import Loader, Taken
-from data_pipeline.rows.batches import Place
+from data_pipeline.rows.row_batches import Place
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch
 from parallel.layout.sequence import SequenceLayout
 from parallel.schedule.degrees import Degrees
 
-_PATIENCE_SECONDS = 5.0
+_CLOSE_TIMEOUT_SECONDS = 5.0
 """Limit for the thread to end on close: a hanging disk must not keep a failing rank from reporting its error."""
 
 
@@ -62,7 +62,7 @@ class StepFeed:
         device: torch.device,
         prefetch_steps: int = 1,
         workers: int = 1,
-        measure: Callable[[SequenceLayout, PackedDocuments], Degrees] | None = None,
+        compute_degrees: Callable[[SequenceLayout, PackedDocuments], Degrees] | None = None,
     ) -> None:
         """Read the tokens that ``place`` assigns to this rank, and the source tokens that ``place_source`` assigns.
 
@@ -71,14 +71,14 @@ class StepFeed:
         ``prefetch_steps`` are read ahead; with 0 there is no thread, and each step waits for its own reading.
         ``workers`` threads read a step's micro-batches. The data are the same in any case.
 
-        If ``measure`` is given, its results for a step's micro-batches are in ``StepData.degrees``.
+        If ``compute_degrees`` is given, its results for a step's micro-batches are in ``StepData.degrees``.
         """
-        self._measure = measure
+        self._compute_degrees = compute_degrees
         self._loader, self._device = loader, device
-        self._places = (place,) if place_source is None else (place, place_source)
+        self._assignments = (place,) if place_source is None else (place, place_source)
         self._num_steps, self._given = num_steps, 0
         self._ready: queue.SimpleQueue[StepData | BaseException] = queue.SimpleQueue()
-        self._room = threading.Semaphore(prefetch_steps)
+        self._free_slots = threading.Semaphore(prefetch_steps)
         self._prefetches = prefetch_steps > 0
         self._num_workers = workers
         self._workers: ThreadPool | None = None
@@ -108,7 +108,7 @@ class StepFeed:
         else:
             self._start()
             step = self._ready.get()
-            self._room.release()
+            self._free_slots.release()
         if isinstance(step, BaseException):
             self.close()
             raise step
@@ -119,13 +119,13 @@ class StepFeed:
     def close(self) -> None:
         """End the thread, and discard the steps it has prefetched.
 
-        If it is still reading after ``_PATIENCE_SECONDS``, it is left to end with the process.
+        If it is still reading after ``_CLOSE_TIMEOUT_SECONDS``, it is left to end with the process.
         """
         # The release wakes the thread if it waits for room.
         self._stop.set()
-        self._room.release()
+        self._free_slots.release()
         if self._thread is not None:
-            self._thread.join(_PATIENCE_SECONDS)
+            self._thread.join(_CLOSE_TIMEOUT_SECONDS)
         if self._workers is not None:
             self._workers.terminate()
 
@@ -143,7 +143,7 @@ class StepFeed:
         self._begin_thread(threads)
         try:
             for _ in range(self._num_steps):
-                self._room.acquire()
+                self._free_slots.acquire()
                 if self._stop.is_set():
                     return
                 self._ready.put(self._prepare())
@@ -167,8 +167,8 @@ class StepFeed:
             lengths.append(taken.documents.lengths)
             source_lengths.append(taken.source_lengths)
             rows.append(taken.rows)
-            if self._measure is not None:
-                degrees.append(self._measure(shard.placement, shard.documents))
+            if self._compute_degrees is not None:
+                degrees.append(self._compute_degrees(shard.placement, shard.documents))
             shards.append(shard)
         return StepData(
             order=order,
@@ -191,7 +191,7 @@ class StepFeed:
         return self._workers.imap(self._read_one, claims)
 
     def _read_one(self, claim: Callable[..., Taken]) -> Taken:
-        taken = claim(*self._places)
+        taken = claim(*self._assignments)
         if self._device.type == "cuda":
             taken = replace(taken, share=taken.share.pinned())
         return taken

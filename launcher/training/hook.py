@@ -1,4 +1,4 @@
-"""``StepHook``: an extension to the training step, and ``Step``, the running step as hooks see it."""
+"""``StepHook``: an extension to the training step, and ``RunningStep``, the running step as hooks see it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from launcher.metrics.record import Record
 from launcher.training.feed import StepData
 from launcher.training.history import History
-from launcher.training.run import Progress
+from launcher.training.run_state import Progress
 from launcher.training.totals import StepSums, StepTotals
 from longctx.errors import GradientError
 from longctx.model.experts.replay import RoutingReplay
@@ -20,7 +20,7 @@ from longctx.objectives.task import Counts
 
 
 @dataclass(kw_only=True)
-class Step:
+class RunningStep:
     """A running step. Fields computed later are unset until then."""
 
     number: int
@@ -45,7 +45,7 @@ class Step:
     """Reason for skipping the step; empty if it is taken."""
     history: History
     """History for later steps; until the update, that before this step."""
-    stop_asked: bool = False
+    stop_requested: bool = False
     """True if any rank was asked to stop after this step."""
     failure: GradientError | None = None
     """Error that refused the update, once it was tried."""
@@ -57,17 +57,17 @@ class Step:
     """Expert choices that a micro-batch replays, or an object that records them."""
     _refusals: list[tuple[str, Callable[[float], bool]]] = field(default_factory=list)
 
-    def refuse(self, why: str, when: Callable[[float], bool] = lambda norm: True) -> None:
-        """Skip the update, or only if ``when`` is true for its gradient norm. Call it on all ranks.
+    def refuse(self, why: str, condition: Callable[[float], bool] = lambda norm: True) -> None:
+        """Skip the update, or only if ``condition`` is true for its gradient norm. Call it on all ranks.
 
-        A ``when`` that references the step keeps the step's data in memory.
+        A ``condition`` that references the step keeps the step's data in memory.
         """
-        self._refusals.append((why, when))
+        self._refusals.append((why, condition))
 
-    def refused(self, norm: float) -> str:
+    def skip_reason(self, norm: float) -> str:
         """Return the reason for refusing an update with this gradient norm; empty if it is not refused."""
         # The first hook that refuses gives the reason.
-        return next((why for why, when in self._refusals if when(norm)), "")
+        return next((why for why, condition in self._refusals if condition(norm)), "")
 
 
 class StepHook:
@@ -76,14 +76,14 @@ class StepHook:
     An exception ends the run, and must be raised on every rank: the others would wait in the next collective.
     """
 
-    def before_forward(self, step: Step) -> None:
+    def before_forward(self, step: RunningStep) -> None:
         """Prepare for the step; its data and counts are set."""
 
-    def before_update(self, step: Step) -> None:
+    def before_update(self, step: RunningStep) -> None:
         """Check ``step.totals``, and ``refuse`` the update if necessary. No state has changed yet."""
 
-    def after_update(self, step: Step) -> None:
+    def after_update(self, step: RunningStep) -> None:
         """Process the result: weights have changed, or the step was skipped."""
 
-    def record(self, step: Step, record: Record) -> None:
+    def record(self, step: RunningStep, record: Record) -> None:
         """Add to the step's record, or read it. The step's time has already been measured."""

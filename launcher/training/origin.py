@@ -13,21 +13,21 @@ from typing import Any, Literal
 
 import xxhash
 
-from launcher.checkpoint.folder import find_resume
-from launcher.checkpoint.load import check_model, check_start, check_training
-from launcher.checkpoint.save import Carried
-from launcher.checkpoint.store import Store, check_unused, store_at
-from launcher.config.model import find_start, is_hf_folder, started_model
-from launcher.config.sections import AUTO, NEWEST, RunConfig
+from launcher.checkpoint.checkpoint_store import CheckpointStore, check_unused, store_at
+from launcher.checkpoint.load_checkpoint import check_same_model, check_start_from, check_training
+from launcher.checkpoint.resume import find_resume
+from launcher.checkpoint.save import StaticFiles
+from launcher.config.config_sections import AUTO, NEWEST, RunConfig
+from launcher.config.model_section import find_start, is_hf_model_folder, started_model
 from launcher.metrics.record import METRICS_FILE
 from launcher.run_folder import IMPORTED
 from longctx.architecture.size import count_parameters
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, list_checkpoints, model_config
 from longctx.config import ModelConfig
-from longctx.conversion.carried import carried_files
-from longctx.conversion.checks import check_tensors
+from longctx.conversion.checkpoint_checks import check_checkpoint_tensors
+from longctx.conversion.passthrough import passthrough_files
 from longctx.errors import CheckpointError
-from longctx.tokenizer.templates import find_templates
+from longctx.tokenizer.chat_templates import find_template_files
 from parallel.comm.world import broadcast_object, on_every_rank, on_rank_0
 from parallel.runtime.launched import environment_rank
 
@@ -55,13 +55,13 @@ class Origin:
     """Config from the resumed run's checkpoint; None if it was imported."""
     order: dict[str, Any] | None = None
     """Loader state; None if the checkpoint has none."""
-    begins_again: bool = False
+    restarts: bool = False
     """True if an earlier start of the run has recorded results, and ended before its first checkpoint."""
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """True if the run's folder holds results from an earlier start."""
-        return self.kind == "resumed" or self.begins_again
+        return self.kind == "resumed" or self.restarts
 
 
 def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Origin:
@@ -77,7 +77,7 @@ def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Orig
         store = None
         if config.checkpoint.store:
             store = store_at(config.checkpoint.store)
-            if _begins(config.run.resume, run_folder, store):
+            if _is_new(config.run.resume, run_folder, store):
                 check_unused(store)
         found = find_resume(run_folder, config.run.resume, store)
         if found is None and store is not None and config.run.resume == AUTO:
@@ -87,14 +87,14 @@ def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Orig
 
     found = broadcast_object(on_every_rank(find_on_rank_0))
     assert found is not None, "rank 0 has looked"
-    resume_from, is_begun = found
+    resume_from, has_records = found
     if resume_from is not None:
         return on_every_rank(lambda: _resumed(resume_from, model))
     origin = on_every_rank(lambda: _started(config.run.start_from, model))
-    return dataclasses.replace(origin, begins_again=is_begun)
+    return dataclasses.replace(origin, restarts=has_records)
 
 
-def _begins(resume: str, run_folder: Path, store: Store) -> bool:
+def _is_new(resume: str, run_folder: Path, store: CheckpointStore) -> bool:
     """Return True if the run begins here, with new or another run's weights, so its store must be unused."""
     if resume in NEWEST or resume.startswith(str(store)):
         return False
@@ -103,8 +103,8 @@ def _begins(resume: str, run_folder: Path, store: Store) -> bool:
 
 def _resumed(folder: Path, model: ModelConfig) -> Origin:
     reader = CheckpointReader(folder)
-    check_model(reader, model)
-    check_tensors(reader)
+    check_same_model(reader, model)
+    check_checkpoint_tensors(reader)
     check_training(reader)
     training = reader.manifest["training"]
     # A converted or upcycled checkpoint has no loader state: it starts at step 0 in this run's data.
@@ -126,7 +126,7 @@ def _started(start_from: str, model: ModelConfig) -> Origin:
     if start_from == "no":
         return Origin(kind="new")
     folder, mtp = find_start(start_from), model.mtp_layers > 0
-    if is_hf_folder(folder):
+    if is_hf_model_folder(folder):
         if environment_rank()[0] == 0:
             from longctx.conversion.hf import HfReader
 
@@ -134,20 +134,20 @@ def _started(start_from: str, model: ModelConfig) -> Origin:
             HfReader(folder, mtp=mtp)
         return Origin(kind="started", folder=folder, model=started_model(start_from, mtp=mtp))
     reader = CheckpointReader(folder)
-    check_start(reader, model)
-    check_tensors(reader)
+    check_start_from(reader, model)
+    check_checkpoint_tensors(reader)
     return Origin(kind="started", folder=folder, model=model_config(reader))
 
 
-def carried_by(origin: Origin) -> Carried | None:
+def find_extra_files(origin: Origin) -> StaticFiles | None:
     """Return other parts' files in the checkpoint that a run continues from; None if there are none."""
     if origin.folder is None:
         return None
     files = CheckpointReader(origin.folder).manifest["files"]
-    found = {name: files[name] for name in carried_files(files)}
+    found = {name: files[name] for name in passthrough_files(files)}
     if not found:
         return None
-    return Carried(origin=origin.folder, files=found)
+    return StaticFiles(origin=origin.folder, files=found)
 
 
 def hf_type(origin: Origin) -> str | None:
@@ -166,7 +166,7 @@ def converted(origin: Origin, run_folder: Path) -> Origin:
 
     Rank 0 converts, and the others wait without a timeout. An earlier start's conversion from the same files is reused.
     """
-    if origin.folder is None or not is_hf_folder(origin.folder):
+    if origin.folder is None or not is_hf_model_folder(origin.folder):
         return origin
     source, output = origin.folder, run_folder / IMPORTED
     mtp = origin.model is not None and origin.model.mtp_layers > 0
@@ -189,13 +189,13 @@ def _convert(source: Path, output: Path, *, mtp: bool) -> None:
     # From another source, and written by us: it holds no other files.
     shutil.rmtree(output, ignore_errors=True)
     _check_disk(source, output, mtp=mtp)
-    started = noted = time.monotonic()
+    started = last_note = time.monotonic()
 
-    def note(done_to_them: str, done: int, total: int) -> None:
-        nonlocal noted
-        if time.monotonic() - noted > SECONDS_BETWEEN_NOTES:
-            noted = time.monotonic()
-            log.info("Converting %s: %d of %d tensors %s.", source, done, total, done_to_them)
+    def note(action: str, done: int, total: int) -> None:
+        nonlocal last_note
+        if time.monotonic() - last_note > SECONDS_BETWEEN_NOTES:
+            last_note = time.monotonic()
+            log.info("Converting %s: %d of %d tensors %s.", source, done, total, action)
 
     import_hf(source, output, verify="tensors", mtp=mtp, source_id=mark, progress=note)
     log.info("Converted %s into %s in %.1f s; every tensor was read back.", source, output, time.monotonic() - started)
@@ -214,7 +214,7 @@ def _is_converted(output: Path, mark: str) -> bool:
 def _mark_of(source: Path) -> str:
     """Hash the folder's files by name, size and modification time: new weights under old names change the hash."""
     # Hashing the contents would take about as long as converting them.
-    paths = [*source.iterdir(), *find_templates(source).values()]
+    paths = [*source.iterdir(), *find_template_files(source).values()]
     stats = {str(path.relative_to(source)): path.stat() for path in sorted(paths) if path.is_file()}
     files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()]
     return xxhash.xxh3_128_hexdigest(json.dumps(files).encode())

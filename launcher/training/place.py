@@ -9,18 +9,18 @@ from pathlib import Path
 import torch
 
 from launcher.config.resolved import ResolvedConfig
-from launcher.config.zero import zero_options
+from launcher.config.zero_section import zero_options
 from launcher.metrics.trackers.thread import check_trackers
-from launcher.plan.memory import check_memory, gib, memory_of_rank
+from launcher.plan.memory_estimate import check_memory, gib, memory_of_rank
 from launcher.run_folder import hold_folder, prepare_folder, start_logging
-from launcher.wording import plural
+from launcher.wording import format_count
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.swap_file import SwapFile
 from parallel.comm.world import on_every_rank, on_rank_0
 from parallel.mesh import Mesh
 from parallel.zero.cpu_adam import compile_cpu_adam
-from parallel.zero.options import check_device
+from parallel.zero.zero_options import check_device
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def prepare_place(config: ResolvedConfig, model: ModelConfig, mesh: Mesh, device
     return folder
 
 
-def check_swap_folders(config: ResolvedConfig, model: ModelConfig, world_size: int, ranks_here: int) -> None:
+def check_swap_folders(config: ResolvedConfig, model: ModelConfig, world_size: int, local_ranks: int) -> None:
     """Raise ConfigError unless ``zero.nvme_path`` and ``train.store_path`` are writable, with room for this machine's
     ranks.
 
@@ -52,12 +52,12 @@ def check_swap_folders(config: ResolvedConfig, model: ModelConfig, world_size: i
     """
     need = memory_of_rank(config, model, world_size)
     if config.zero.nvme_path:
-        _check(config, "zero.nvme_path", config.zero.nvme_path, need.disk, ranks_here)
+        _check(config, "zero.nvme_path", config.zero.nvme_path, need.disk, local_ranks)
     if config.train.store_path:
-        _check(config, "train.store_path", config.train.store_path, need.kept_on_disk, ranks_here)
+        _check(config, "train.store_path", config.train.store_path, need.kept_on_disk, local_ranks)
 
 
-def _check(config: ResolvedConfig, key: str, path: str, need: int, ranks_here: int) -> None:
+def _check(config: ResolvedConfig, key: str, path: str, need: int, local_ranks: int) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         is_direct = SwapFile(Path(path)).is_direct
@@ -68,10 +68,10 @@ def _check(config: ResolvedConfig, key: str, path: str, need: int, ranks_here: i
             f"{key}={path!r} cannot be written: {error}.\n"
             "Choose a folder that you may write to, on a disk of this machine with free space."
         ) from error
-    needed = ranks_here * need
+    needed = local_ranks * need
     if config.run.memory_check and needed > free:
         raise ConfigError(
-            f"{key}={path!r} has {gib(free)} free, and {plural(ranks_here, 'rank')} of this machine will swap "
+            f"{key}={path!r} has {gib(free)} free, and {format_count(local_ranks, 'rank')} of this machine will swap "
             f"{gib(needed)} to it, {gib(need)} each.\n"
             "Choose a larger disk, or more machines: ranks need less. --run.memory_check false starts all the same."
         )
@@ -82,7 +82,7 @@ def _check(config: ResolvedConfig, key: str, path: str, need: int, ranks_here: i
         "Swapping up to %s to %s, for %s here, %s; %s are free.",
         gib(needed),
         path,
-        plural(ranks_here, "rank"),
+        format_count(local_ranks, "rank"),
         how,
         gib(free),
     )

@@ -27,9 +27,9 @@ from longctx.files import replaced_file
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.experts.router import NO_EXPERT
 from longctx.tensor_bytes import rows_as_bytes
-from longctx.untrusted.reading import parse_json
+from longctx.untrusted.strict_json import parse_json
 from parallel.comm.communicator import Communicator
-from parallel.comm.groups import world_group
+from parallel.comm.process_groups import world_group
 from parallel.comm.world import num_ranks, on_every_rank
 
 FORMAT, VERSION = "longctx-routing", 1
@@ -47,13 +47,13 @@ class RoutingFiles:
         self._record = _folder_or_none(record)
         self._replay = _folder_or_none(replay)
         self._layers, self._tokens = expert_layers(model), tokens_per_step
-        self._dtype = smallest_dtype(model.num_experts)
+        self._dtype = minimum_dtype(model.num_experts)
         self._model = {
             "expert_layers": self._layers,
             "num_experts": model.num_experts,
             "experts_per_token": model.experts_per_token,
         }
-        self._replays: list[RoutingReplay] = []
+        self._micro_batches: list[RoutingReplay] = []
 
     @property
     def active(self) -> bool:
@@ -81,21 +81,21 @@ class RoutingFiles:
         if self._replay is not None:
             # The file has all tokens in the step; each rank picks its own, so any degree can replay it.
             ids_LTk = on_every_rank(lambda: self._read(step, order))
-            self._replays = [RoutingReplay([_own(ids, own) for ids in ids_LTk]) for own in token_indices]
+            self._micro_batches = [RoutingReplay([_own(ids, own) for ids in ids_LTk]) for own in token_indices]
         elif self._record is not None:
-            self._replays = [RoutingReplay() for _ in token_indices]
+            self._micro_batches = [RoutingReplay() for _ in token_indices]
 
     def replay(self, micro_batch: int) -> RoutingReplay | None:
         """Return the choices that a micro-batch's forward pass records or replays."""
-        if not self._replays:
+        if not self._micro_batches:
             return None
-        return self._replays[micro_batch]
+        return self._micro_batches[micro_batch]
 
     def end(self) -> None:
         """Write the step's file, if this run records. Collective."""
         if self._record is None:
             return
-        own_LNk = [replay.experts_LNk.to("cpu", self._dtype) for replay in self._replays]
+        own_LNk = [replay.experts_LNk.to("cpu", self._dtype) for replay in self._micro_batches]
         ids_LTk = gather_tokens(torch.cat(own_LNk, dim=1), torch.cat(self._token_indices), self._tokens)
         path, metadata = _path(self._record, self._step), self._metadata(self._step, self._order)
 
@@ -142,7 +142,7 @@ class RoutingFiles:
         return ids
 
 
-def smallest_dtype(num_experts: int) -> torch.dtype:
+def minimum_dtype(num_experts: int) -> torch.dtype:
     """Return the smallest integer dtype that holds all expert ids, and −1 for a dropped assignment."""
     return next(t for t in (torch.int8, torch.int16, torch.int32) if num_experts - 1 <= torch.iinfo(t).max)
 
@@ -157,11 +157,11 @@ def gather_tokens(ids_LNk: Tensor, token_indices_N: Tensor, num_tokens: int) -> 
         return None
     token_indices_T = torch.cat(parts_N)
     # Every rank may have padding: drop it before placing tokens by index.
-    counted = token_indices_T >= 0
-    token_indices_T = token_indices_T[counted]
+    is_token_T = token_indices_T >= 0
+    token_indices_T = token_indices_T[is_token_T]
     assert torch.equal(token_indices_T.sort().values, torch.arange(num_tokens)), "every token of the step, once"
     out_LTk = torch.empty(len(ids_LNk), num_tokens, ids_LNk.shape[2], dtype=ids_LNk.dtype)
-    out_LTk[:, token_indices_T] = torch.cat(parts_LNk, dim=1)[:, counted]
+    out_LTk[:, token_indices_T] = torch.cat(parts_LNk, dim=1)[:, is_token_T]
     return out_LTk
 
 
@@ -175,7 +175,7 @@ def _gather(own: Tensor) -> list[Tensor] | None:
     if num_ranks() == 1:
         return [own]
     # As bytes, since gloo has no 16-bit integers.
-    parts = Communicator().gather(rows_as_bytes(own), world_group(), doing="gathering choices of experts to record")
+    parts = Communicator().gather(rows_as_bytes(own), world_group(), operation="gathering choices of experts to record")
     if parts is None:
         return None
     return [part.view(own.dtype) for part in parts]
@@ -210,13 +210,13 @@ def _check_steps(folder: Path, steps: range) -> None:
     missing = [step for step in steps if not _path(folder, step).is_file()]
     if not missing:
         return
-    there = sorted(path.name for path in folder.glob("step_*.safetensors"))
-    holds = "it holds no routing files"
-    if there:
-        holds = f"it holds {there[0]} to {there[-1]}"
+    files = sorted(path.name for path in folder.glob("step_*.safetensors"))
+    stored = "it holds no routing files"
+    if files:
+        stored = f"it holds {files[0]} to {files[-1]}"
     raise DataError(
         f"train.replay_routing={str(folder)!r} lacks step {missing[0]} of the steps {steps[0]} to "
-        f"{steps[-1]} that this run takes; {holds}.\n"
+        f"{steps[-1]} that this run takes; {stored}.\n"
         "Record as many steps (train.record_routing), or end earlier (train.stop_after)."
     )
 
@@ -241,14 +241,14 @@ def _check_metadata(path: Path, stored: str | None, wanted: dict[str, Any]) -> N
     if found.get("step") != wanted["step"]:
         raise DataError(f"{path} is of step {found.get('step')}, by what stands in it. Do not rename routing files.")
     # Without this check, ids from another model or other tokens would be replayed silently: shapes often agree.
-    for what, key, mend in (
+    for mismatch, key, mend in (
         ("with another model", "model", "Replay with the experts and layers that recorded it."),
         ("over other rows", "data", "Replay with the same data.train, data.seq_len, run.seed and steps before."),
     ):
-        theirs, ours = found.get(key) or {}, wanted[key]
-        if theirs != ours:
-            differing = [f"{k}: file {theirs.get(k)!r}, run {v!r}" for k, v in ours.items() if theirs.get(k) != v]
-            raise DataError(f"{path} was recorded {what}:\n  " + "\n  ".join(differing) + f"\n{mend}")
+        recorded, ours = found.get(key) or {}, wanted[key]
+        if recorded != ours:
+            mismatches = [f"{k}: file {recorded.get(k)!r}, run {v!r}" for k, v in ours.items() if recorded.get(k) != v]
+            raise DataError(f"{path} was recorded {mismatch}:\n  " + "\n  ".join(mismatches) + f"\n{mend}")
     if found.get("tokens") != wanted["tokens"]:
         raise DataError(
             f"{path} has {found.get('tokens')} tokens, this run's steps have train.tokens_per_step={wanted['tokens']}."

@@ -8,40 +8,40 @@ from dataclasses import replace
 import torch
 
 from data_pipeline.loader import Loader
-from launcher.checkpoint.load import load_checkpoint, load_weights
-from launcher.cluster.stopping import Stop
-from launcher.config.resolve import Choice, Data, Machine, resolve, settle
+from launcher.checkpoint.load_checkpoint import load_checkpoint, load_weights
+from launcher.cluster.stop_request import StopRequest
+from launcher.config.config_sections import RunConfig
+from launcher.config.resolve import Choice, Data, TargetMachine, resolve, resolve_without_data
 from launcher.config.resolved import AUTO, ResolvedConfig
-from launcher.config.sections import RunConfig
-from launcher.config.zero import zero_options
-from launcher.training.data import leaves_remainders, open_data
+from launcher.config.zero_section import zero_options
 from launcher.training.history import History
-from launcher.training.machine import device_of_ranks, machine_of_ranks
-from launcher.training.model import build_task
-from launcher.training.origin import Origin, carried_by, converted, find_origin, hf_type
+from launcher.training.origin import Origin, converted, find_extra_files, find_origin, hf_type
 from launcher.training.place import prepare_place
+from launcher.training.rank_machine import device_of_ranks, machine_of_ranks
 from launcher.training.routing_files import RoutingFiles
-from launcher.training.run import Progress, Run
+from launcher.training.run_data import leaves_remainders, open_data
+from launcher.training.run_state import Progress, TrainingRun
 from launcher.training.start import say_choice, say_start
+from launcher.training.task_builder import build_task
 from longctx.config import ModelConfig
 from parallel.comm.world import on_every_rank, on_rank_0
 from parallel.mesh import Mesh
-from parallel.runtime.spans import begin
-from parallel.zero.engine import ZeroEngine
+from parallel.runtime.activity import begin
 from parallel.zero.optimizer import OptimizerOptions
+from parallel.zero.zero_engine import ZeroEngine
 
 
-def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) -> Run:
+def build_run(requested: RunConfig, device: torch.device, stop: StopRequest | None = None) -> TrainingRun:
     """Resolve the config, check and build everything, on all ranks. Requires a process group. Collective.
 
     Without ``stop`` the run cannot be asked to end before its last step. If it resumes, results after its checkpoint
     are still in the folder: ``Trainer.train`` sets them aside.
     """
     machine = device_of_ranks(device)
-    settled = settle(asked, machine)
+    resolved = resolve_without_data(requested, machine)
     # The leanest possible result: data and free memory are still unknown, so assume packed rows, and that no larger
     # setting fits.
-    config = resolve(settled, replace(machine, fits=lambda _: False), Data(is_packed=True))
+    config = resolve(resolved, replace(machine, fits=lambda _: False), Data(is_packed=True))
     model, parallel = config.model.config(), config.parallel
     mesh = Mesh.build(
         context=parallel.context,
@@ -55,17 +55,17 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
     # Before any allocation: find the run's origin and its data.
     origin = find_origin(config, model, folder)
     loader, validation, tokenizer_files = open_data(config, model, mesh, origin)
-    machine = machine_of_ranks(machine, settled, mesh, device)
+    machine = machine_of_ranks(machine, resolved, mesh, device)
     # Rank 0 decides for all: a measured profile is in its working folder.
-    config, choices = on_rank_0(lambda: _resolved(settled, machine, loader, has_held_out=validation is not None))
+    config, choices = on_rank_0(lambda: _resolved(resolved, machine, loader, has_held_out=validation is not None))
     for choice in choices:
         say_choice(choice)
     # The others wait: only rank 0 needs a first block of rows now.
     expected = on_rank_0(lambda: say_start(config, model, device, origin, loader, mesh=mesh))
     origin = converted(origin, folder)
-    carried = None
+    extra_files = None
     if mesh.rank == 0:
-        carried = carried_by(origin)
+        extra_files = find_extra_files(origin)
 
     begin("building the model")
     # Allocates the model: from here on, an error costs every rank its start-up time.
@@ -77,8 +77,8 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
     train = config.train
     routing = RoutingFiles(train.record_routing, train.replay_routing, model, train.tokens_per_step)
     steps = range(progress.step + 1, config.last_step + 1)
-    on_every_rank(lambda: routing.prepare(steps, resumes=origin.goes_on))
-    return Run(
+    on_every_rank(lambda: routing.prepare(steps, resumes=origin.continues))
+    return TrainingRun(
         config=config,
         model=model,
         mesh=mesh,
@@ -92,20 +92,20 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
         model_type=hf_type(origin),
         progress=progress,
         tokenizer_files=tokenizer_files,
-        carried=carried,
+        extra_files=extra_files,
         expected=expected,
-        stop=stop or Stop(),
+        stop=stop or StopRequest(),
     )
 
 
 def _resolved(
-    settled: RunConfig, machine: Machine, loader: Loader, *, has_held_out: bool
+    resolved: RunConfig, machine: TargetMachine, loader: Loader, *, has_held_out: bool
 ) -> tuple[ResolvedConfig, list[Choice]]:
     choices: list[Choice] = []
     # Document lengths are only read to choose the layout.
-    is_packed = settled.parallel.layout == AUTO and leaves_remainders(loader.folders, settled.data.seq_len)
-    data = Data(is_packed=is_packed, has_held_out=has_held_out, name=str(settled.data.train))
-    return resolve(settled, machine, data, say=choices.append), choices
+    is_packed = resolved.parallel.layout == AUTO and leaves_remainders(loader.folders, resolved.data.seq_len)
+    data = Data(is_packed=is_packed, has_held_out=has_held_out, name=str(resolved.data.train))
+    return resolve(resolved, machine, data, say=choices.append), choices
 
 
 log = logging.getLogger(__name__)

@@ -14,18 +14,18 @@ import torch
 from data_pipeline.loader import Loader
 from launcher.config.resolve import Choice
 from launcher.config.resolved import ResolvedConfig
-from launcher.config.side_by_side import padded_documents
+from launcher.config.tokens_per_rank_rules import padded_documents
 from launcher.metrics.record import Record
 from launcher.plan.estimate import estimate_ranks
 from launcher.plan.hardware import FOLDER, MEASURED, MEASURED_FILE, Hardware, load_hardware
-from launcher.plan.memory import free_bytes, gib, memory_of_rank
+from launcher.plan.memory_estimate import free_memory_bytes, gib, memory_of_rank
+from launcher.plan.planned_world import World
 from launcher.plan.seconds import StepSeconds, slowest
-from launcher.plan.world import World
-from launcher.plan.zero import StepBytes
+from launcher.plan.zero_bytes import StepBytes
 from launcher.run_folder import LOGS
-from launcher.training.model import build_layout
 from launcher.training.origin import Origin
-from launcher.training.summary import Start, details, introduction, outlook, warnings
+from launcher.training.summary import Start, details, header, outlook, warnings
+from launcher.training.task_builder import batch_layout
 from launcher.wording import ONLY_IN_FILE, short_duration
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
@@ -65,19 +65,19 @@ def say_start(
         device=device_name(device),
         origin=origin,
         memory=memory_of_rank(config, model, mesh.world_size),
-        free_bytes=free_bytes(device),
+        free_bytes=free_memory_bytes(device),
         free_disk_bytes=shutil.disk_usage(config.run.output_dir).free,
         packing=loader.pack_report(),
-        forecast=loader.forecast(max(0, config.last_step - origin.step)),
+        source_estimate=loader.estimate_usage(max(0, config.last_step - origin.step)),
         degrees=first_degrees(config, mesh, loader),
     )
-    for line in introduction(start):
+    for line in header(start):
         log.info("%s", line)
     for line in details(start):
         log.info("%s", line, extra={ONLY_IN_FILE: True})
     for line in warnings(start):
         log.warning("%s", line)
-    expected = expect(
+    expected = estimate_step(
         config,
         World(ranks=mesh.world_size, ranks_per_node=mesh.ranks_per_node),
         padded_documents(config, loader.next_documents()[0]),
@@ -85,7 +85,7 @@ def say_start(
         steps=start.num_steps,
     )
     # Before the model allocates memory.
-    check_planned_memory(config, expected, ranks_here=mesh.ranks_per_node, free_bytes=start.free_bytes)
+    check_planned_memory(config, expected, local_ranks=mesh.ranks_per_node, free_bytes=start.free_bytes)
     log.info("%s", expected.line(), extra={ONLY_IN_FILE: True})
     seconds = None
     if expected.seconds is not None:
@@ -102,7 +102,7 @@ def first_degrees(config: ResolvedConfig, mesh: Mesh, loader: Loader) -> list[De
     found = []
     for documents in loader.next_documents():
         padded = padded_documents(config, documents)
-        found.append(degrees_of(build_layout(config, mesh, padded), padded, causal=config.model.config().causal))
+        found.append(degrees_of(batch_layout(config, mesh, padded), padded, causal=config.model.config().causal))
     return found
 
 
@@ -130,8 +130,8 @@ class Expected:
             "kept": b.kept,
             "passing": b.passing,
         }
-        told = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
-        line = f"Plan: {gib(b.peak)} a rank at the peak ({told})"
+        parts_text = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+        line = f"Plan: {gib(b.peak)} a rank at the peak ({parts_text})"
         if self.host_bytes:
             line += f", {gib(self.host_bytes)} on its host"
         if self.seconds is None:
@@ -155,7 +155,7 @@ class Expected:
         return found
 
 
-def expect(
+def estimate_step(
     config: ResolvedConfig, world: World, documents: PackedDocuments, *, device_name: str, steps: int
 ) -> Expected:
     """Estimate a step for a resolved ``config``; ``documents`` are a micro-batch's on this rank's context group.
@@ -166,8 +166,8 @@ def expect(
     # Bytes do not depend on the GPU's speed.
     hardware = known or load_hardware("h100")
     if hardware.device_type == "cpu":
-        resident = psutil.Process().memory_info().rss
-        hardware = dataclasses.replace(hardware, process_bytes=max(resident, hardware.process_bytes))
+        rss_bytes = psutil.Process().memory_info().rss
+        hardware = dataclasses.replace(hardware, process_bytes=max(rss_bytes, hardware.process_bytes))
     ranks, host_bytes = estimate_ranks(config, world, hardware, documents)
     seconds, name = None, device_name
     if known is not None:
@@ -194,22 +194,22 @@ def find_hardware(device_name: str) -> Hardware | None:
         return load_hardware("cpu")
     shipped = sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != "cpu")
     # A profile's file name is part of the device name, such as h100 in "NVIDIA H100 80GB HBM3".
-    return next((load_hardware(stem) for stem in shipped if stem.upper() in device_name.upper()), None)
+    return next((load_hardware(profile) for profile in shipped if profile.upper() in device_name.upper()), None)
 
 
-def check_planned_memory(config: ResolvedConfig, expected: Expected, *, ranks_here: int, free_bytes: int) -> None:
+def check_planned_memory(config: ResolvedConfig, expected: Expected, *, local_ranks: int, free_bytes: int) -> None:
     """Raise ConfigError if a rank's peak exceeds free memory: a GPU's, or on a CPU that for all local ranks."""
     if not config.run.memory_check:
         return
-    needs, whose = expected.bytes.peak, "on its GPU"
+    needs, memory_name = expected.bytes.peak, "on its GPU"
     if expected.bytes.process:
         # The ranks' programs are already allocated, so free memory does not include them.
-        needs, whose = ranks_here * (needs - expected.bytes.process), f"for the {ranks_here} of this machine"
+        needs, memory_name = local_ranks * (needs - expected.bytes.process), f"for the {local_ranks} of this machine"
     if needs <= free_bytes:
         return
     raise ConfigError(
         f"This run does not fit: its plan comes to {gib(expected.bytes.peak)} a rank at the peak, and "
-        f"{gib(free_bytes)} are free {whose}.\n{expected.line()}\n"
+        f"{gib(free_bytes)} are free {memory_name}.\n{expected.line()}\n"
         "`longctx plan --search` with the same config finds settings that fit. --run.memory_check false starts all the "
         "same."
     )

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from data_pipeline.mixture.order import Forecast
-from data_pipeline.rows.blocks import PackReport
-from launcher.config.model import describe_change, model_changes
+from data_pipeline.mixture.mixed_order import MixtureEstimate
+from data_pipeline.rows.epoch_blocks import PackReport
+from launcher.config.model_section import describe_change, model_changes
 from launcher.config.resolved import ResolvedConfig
-from launcher.plan.memory import Memory, gib, memory_by_stage
+from launcher.plan.memory_estimate import Memory, gib, memory_by_stage
+from launcher.training.learning_rate_schedule import learning_rate
 from launcher.training.origin import Origin
-from launcher.training.schedule import learning_rate
-from launcher.wording import plural, short_duration
+from launcher.wording import format_count, short_duration
 from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
 from parallel.mesh import Mesh
 from parallel.schedule.degrees import Degrees
-from parallel.transport.select import resolve_transport
+from parallel.transport.transport_choice import resolve_transport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Start:
     free_disk_bytes: int
     packing: PackReport
     """Rows per epoch and their padding: counted, or estimated from its first block."""
-    forecast: Forecast | None = None
+    source_estimate: MixtureEstimate | None = None
     """Tokens taken from each source in a mixture; None for one folder."""
     degrees: list[Degrees] = field(default_factory=list)
     """Rank placement for the first step's micro-batches; empty if the degree is fixed."""
@@ -65,7 +65,7 @@ class Start:
         return last // every - self.origin.step // every + bool(last % every)
 
 
-def introduction(start: Start) -> list[str]:
+def header(start: Start) -> list[str]:
     """Return a run's first lines: its model, the model's origin, and its ranks."""
     lines = [_model(start)]
     lines += _origin(start)
@@ -84,9 +84,9 @@ def details(start: Start) -> list[str]:
 
 def outlook(start: Start, peak_bytes: int, step_seconds: float | None) -> str:
     """Return one line about the coming steps; ``peak_bytes`` is per rank, ``step_seconds`` None if unknown."""
-    line = f"Plan: {plural(start.num_steps, 'step')} of {start.config.train.tokens_per_step:,} tokens"
+    line = f"Plan: {format_count(start.num_steps, 'step')} of {start.config.train.tokens_per_step:,} tokens"
     # A mixture's sources differ in their number of passes.
-    if start.forecast is None:
+    if start.source_estimate is None:
         passes = start.num_steps * start.config.rows_per_step / start.packing.rows
         line += f", {passes:.2f} passes over the data"
     if step_seconds is not None:
@@ -100,7 +100,7 @@ def _model(start: Start) -> str:
     line = f"Model: {_short(sum(counts.values()))} parameters"
     if model.num_experts:
         line += f", {_short(sum(count_parameters(model, active=True).values()))} of them for a token"
-    line += f"; {plural(model.num_layers, 'layer')} of width {model.hidden_size:,}"
+    line += f"; {format_count(model.num_layers, 'layer')} of width {model.hidden_size:,}"
     return f"{line}{_experts(start)}."
 
 
@@ -130,7 +130,7 @@ def _origin(start: Start) -> list[str]:
     changes = model_changes(origin.model, start.model)
     if changes:
         lines = [f"{verb} from {origin.folder}, whose model it changes:"]
-    lines.extend(f"  {describe_change(name, theirs, ours)}" for name, (theirs, ours) in changes.items())
+    lines.extend(f"  {describe_change(name, before, now)}" for name, (before, now) in changes.items())
     return lines
 
 
@@ -153,25 +153,26 @@ def _side_by_side(start: Start) -> list[str]:
     if sizes[-1] != sizes[0]:
         rows = f"{sizes[-1]} or {sizes[0]}"
     ranks = [n for of_batch in start.degrees for n in of_batch.ranks]
-    fewest = [n for of_batch in start.degrees for n in of_batch.fewest]
+    minimum = [n for of_batch in start.degrees for n in of_batch.min_ranks]
     worst = max(of_batch.imbalance for of_batch in start.degrees)
     return [
-        f"Side by side: {plural(mesh.context, 'rank')} of up to {config.parallel.tokens_per_rank:,} tokens share "
+        f"Side by side: {format_count(mesh.context, 'rank')} of up to {config.parallel.tokens_per_rank:,} tokens share "
         f"{rows} rows at once. In the first step a document lies on {min(ranks)} to {max(ranks)} of them, "
-        f"{sum(ranks) / len(ranks):.2f} in the mean ({sum(fewest) / len(fewest):.2f} would hold it); the busiest rank "
+        f"{sum(ranks) / len(ranks):.2f} in the mean ({sum(minimum) / len(minimum):.2f} would hold it); the "
+        "busiest rank "
         f"has {worst:.3f} of the mean attention."
     ]
 
 
 def _memory(start: Start) -> str:
     # On a CPU, the machine's ranks share its free memory.
-    need, here = start.memory, plural(start.mesh.ranks_per_node, "rank")
+    need, ranks_text = start.memory, format_count(start.mesh.ranks_per_node, "rank")
     if start.device != "cpu":
-        here = "each"
+        ranks_text = "each"
     parts = ", ".join(
         f"{name} {gib(getattr(need, name))}" for name in ("weights", "gradients", "optimizer", "activations")
     )
-    return f"Memory: at least {gib(need.training)} a rank ({parts}); {gib(start.free_bytes)} are free for {here}."
+    return f"Memory: at least {gib(need.training)} a rank ({parts}); {gib(start.free_bytes)} are free for {ranks_text}."
 
 
 def _stages(start: Start) -> list[str]:
@@ -196,42 +197,44 @@ def _stages(start: Start) -> list[str]:
 
 def _steps(start: Start) -> str:
     config, train = start.config, start.config.train
-    each = f"{plural(config.rows_per_step, 'row')} of {config.data.seq_len:,} tokens"
+    each = f"{format_count(config.rows_per_step, 'row')} of {config.data.seq_len:,} tokens"
     # plural only appends an s.
-    micro_batches = plural(config.accumulation(start.mesh.world_size), "micro-batch").replace("batchs", "batches")
+    micro_batches = format_count(config.accumulation(start.mesh.world_size), "micro-batch").replace("batchs", "batches")
     rate = f"rate {train.lr:g}"
     if train.warmup_steps:
-        rate += f" after {plural(train.warmup_steps, 'step')}"
+        rate += f" after {format_count(train.warmup_steps, 'step')}"
     if train.schedule == "inverse_sqrt":
         rate += f", then with the root of the steps to {learning_rate(train.steps, train):.3g}"
     elif train.final_lr_ratio != 1:
         rate += f", then down to {train.lr * train.final_lr_ratio:g}"
-    steps = f"Steps: {plural(start.num_steps, 'step')} of {train.tokens_per_step:,} tokens"
+    steps = f"Steps: {format_count(start.num_steps, 'step')} of {train.tokens_per_step:,} tokens"
     return f"{steps} = {each}, in {micro_batches} a rank; {rate}."
 
 
 def _data(start: Start) -> str:
     packing, rows = start.packing, start.num_steps * start.config.rows_per_step
-    if start.forecast is not None:
-        return f"Data: {_short(rows * start.config.data.seq_len)} tokens in all: {_sources(start.forecast)}."
-    about = sample = ""
+    if start.source_estimate is not None:
+        return f"Data: {_short(rows * start.config.data.seq_len)} tokens in all: {_sources(start.source_estimate)}."
+    approx = sample = ""
     if not packing.exact:
-        about, sample = "about ", f", judging by its first {plural(packing.planned_documents, 'document')}"
+        approx, sample = "about ", f", judging by its first {format_count(packing.planned_documents, 'document')}"
     left_out = ""
     if packing.pairs_left_out is not None:
-        left_out = f", pairs left out, longer than a row on either side: {about}{packing.pairs_left_out:,}"
+        left_out = f", pairs left out, longer than a row on either side: {approx}{packing.pairs_left_out:,}"
     elif packing.truncated_tokens:
-        left_out = f", {about}{_short(packing.truncated_tokens)} tokens of rests left out"
+        left_out = f", {approx}{_short(packing.truncated_tokens)} tokens of rests left out"
     return (
-        f"Data: {_short(rows * start.config.data.seq_len)} tokens in all, {about}{rows / packing.rows:.2f} passes over "
-        f"{about}{plural(packing.rows, 'row')} with {about}{100 * packing.padding_share:.2f} % padding"
+        f"Data: {_short(rows * start.config.data.seq_len)} tokens in all, {approx}{rows / packing.rows:.2f} "
+        "passes over "
+        f"{approx}{format_count(packing.rows, 'row')} with {approx}{100 * packing.padding_share:.2f} % padding"
         f"{left_out}{sample}."
     )
 
 
-def _sources(forecast: Forecast) -> str:
+def _sources(source_estimate: MixtureEstimate) -> str:
     return ", ".join(
-        f"{source.name} {_short(round(source.tokens))} ({source.epochs:.2f} passes)" for source in forecast.sources
+        f"{source.name} {_short(round(source.tokens))} ({source.epochs:.2f} passes)"
+        for source in source_estimate.sources
     )
 
 
@@ -257,7 +260,7 @@ def warnings(start: Start) -> list[str]:
     """Return warnings about likely mistakes in the settings, one line each."""
     found = [
         _tight_memory(start),
-        _beyond_positions(start),
+        _long_rows(start),
         _constant_gates(start),
         _all_warm_up(start),
         _repeated_rows(start),
@@ -281,7 +284,7 @@ def _tight_memory(start: Start) -> str:
         return ""
     return (
         f"Memory is tight: while it starts and steps, DeepSpeed has taken up to {_PEAK} times what it holds, which is "
-        f"{gib(peak)} for this machine's {plural(ranks, 'rank')}, and {gib(start.free_bytes)} are free."
+        f"{gib(peak)} for this machine's {format_count(ranks, 'rank')}, and {gib(start.free_bytes)} are free."
     )
 
 
@@ -295,7 +298,7 @@ def _constant_gates(start: Start) -> str:
     )
 
 
-def _beyond_positions(start: Start) -> str:
+def _long_rows(start: Start) -> str:
     seq_len, most = start.config.data.seq_len, start.model.max_positions
     if seq_len <= most:
         return ""
@@ -319,20 +322,22 @@ def _repeated_rows(start: Start) -> str:
     rows = start.config.rows_per_step
     if rows <= start.packing.rows:
         return ""
-    about = ""
+    approx = ""
     if not start.packing.exact:
-        about = "about "
+        approx = "about "
     return (
-        f"A step takes {plural(rows, 'row')} and the data has {about}{start.packing.rows:,}: rows repeat within a "
+        f"A step takes {format_count(rows, 'row')} and the data has {approx}{start.packing.rows:,}: rows "
+        "repeat within a "
         "step. Lower train.tokens_per_step, or build more data."
     )
 
 
 def _used_up(start: Start) -> str:
-    if start.forecast is None or start.forecast.missing_tokens < 1:
+    if start.source_estimate is None or start.source_estimate.missing_tokens < 1:
         return ""
     return (
-        f"The mixture is used up about {_short(round(start.forecast.missing_tokens))} tokens before the run's end: "
+        f"The mixture is used up about {_short(round(start.source_estimate.missing_tokens))} tokens before "
+        "the run's end: "
         "every source has a number of epochs. The run will stop there with an error; raise epochs, or take fewer "
         "train.steps."
     )
@@ -347,7 +352,8 @@ def _full_disk(start: Start) -> str:
     if needed <= start.free_disk_bytes:
         return ""
     return (
-        f"{plural(most, 'checkpoint')} take {gib(needed)}, and {gib(start.free_disk_bytes)} of disk are free: lower "
+        f"{format_count(most, 'checkpoint')} take {gib(needed)}, and {gib(start.free_disk_bytes)} of disk are "
+        "free: lower "
         "checkpoint.keep_last, or write to another disk."
     )
 
@@ -358,11 +364,11 @@ def _changed(start: Start) -> str:
     changes = changed_settings(start.origin.settings, start.config)
     if not changes:
         return ""
-    listed = ", ".join(describe_change(name, theirs, ours) for name, (theirs, ours) in changes.items())
-    said = f"This run goes on otherwise than it was begun: {listed}. The schedule is that of the new values."
+    changes_text = ", ".join(describe_change(name, before, now) for name, (before, now) in changes.items())
+    message = f"This run goes on otherwise than it was begun: {changes_text}. The schedule is that of the new values."
     if "train.tokens_per_step" in changes:
-        said += f" {_changed_tokens(start, *changes['train.tokens_per_step'])}"
-    return said
+        message += f" {_changed_tokens(start, *changes['train.tokens_per_step'])}"
+    return message
 
 
 def _changed_tokens(start: Start, before: int, now: int) -> str:
@@ -377,7 +383,7 @@ def _changed_tokens(start: Start, before: int, now: int) -> str:
     )
 
 
-_WATCHED = ("data", "train", "parallel", "zero")
+_TRAINING_SECTIONS = ("data", "train", "parallel", "zero")
 _FREE = (
     *("data.train", "data.validation", "data.cache", "zero.nvme_path"),
     *("train.stop_after", "train.record_routing", "train.replay_routing"),
@@ -389,7 +395,7 @@ def changed_settings(before: Mapping[str, Any], config: ResolvedConfig) -> dict[
     """Return a resumed run's keys that differ from its checkpoint: name -> (before, now)."""
     now = dataclasses.asdict(config)
     changes: dict[str, tuple[Any, Any]] = {}
-    for section in _WATCHED:
+    for section in _TRAINING_SECTIONS:
         for key, value in now[section].items():
             name = f"{section}.{key}"
             # A key missing in the checkpoint's release is not a change.

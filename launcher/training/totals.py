@@ -37,7 +37,7 @@ class StepTotals:
         """True if all parts of the loss are finite."""
         return all(map(math.isfinite, self.sums.values()))
 
-    def broken_routers(self, layers: Sequence[int]) -> list[str]:
+    def non_finite_routers(self, layers: Sequence[int]) -> list[str]:
         """Return expert layers with non-finite router logits, and their token counts; the same on every rank."""
         counts = zip(layers, self.diagnostics.non_finite_tokens.tolist(), strict=True)
         return [f"model.layers.{layer} ({int(count):,} tokens)" for layer, count in counts if count]
@@ -78,24 +78,24 @@ class StepSums:
         """
         assert self._sums is not None
         scalars, counts_LE, diagnostics_4L = self._sums
-        more = {name: numbers(scalars.device) for name, numbers in summed.items()}
+        additions = {name: numbers(scalars.device) for name, numbers in summed.items()}
         # float64 holds integers up to 2^53, so counts stay exact.
         parts = [
             scalars,
             counts_LE.flatten().double(),
             diagnostics_4L.flatten().double(),
             scalars.new_tensor((flops,)),
-            *(numbers.double() for numbers in more.values()),
+            *(numbers.double() for numbers in additions.values()),
         ]
         # One small all-reduce per step instead of one per quantity. It runs on the device after the backward pass, and
         # the host waits for it once: the update may not begin before the step is known to be finite.
         flat = sum_over_ranks(torch.cat(parts)).cpu()
-        sizes = [len(scalars), counts_LE.numel(), diagnostics_4L.numel(), 1, *map(len, more.values())]
+        sizes = [len(scalars), counts_LE.numel(), diagnostics_4L.numel(), 1, *map(len, additions.values())]
         own, *rest = flat.split(sizes)
         return StepTotals(
             sums=dict(zip(self._names, own.tolist(), strict=True)),
             counts_LE=rest[0].long().view(counts_LE.shape),
             diagnostics=RouterDiagnostics._make(rest[1].view(diagnostics_4L.shape)),
             flops=float(rest[2]),
-            summed=dict(zip(more, rest[3:], strict=True)),
+            summed=dict(zip(additions, rest[3:], strict=True)),
         )

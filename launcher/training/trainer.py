@@ -9,20 +9,20 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
-from launcher.checkpoint.folder import remove_leftovers, set_aside_newer
+from launcher.checkpoint.resume import remove_checkpoint_leftovers, set_aside_newer
 from launcher.checkpoint.retention import VALIDATION_LOSS
-from launcher.cluster.command import ours
+from launcher.cluster.launch_commands import ours
+from launcher.metrics.metrics_writer import LogSchedule, RecordWriter
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, missing_steps, truncate_after
 from launcher.metrics.trackers.thread import Trackers, open_trackers
-from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
-from launcher.training.hooks.message_sums import settle_validation
-from launcher.training.hooks.plan import PlanWatch, checked_line
-from launcher.training.hooks.replicas import ReplicaWatch
-from launcher.training.run import Progress, Run
-from launcher.training.step import TrainStep
-from launcher.training.stopping import Stopping, agree_on_stop
-from launcher.training.validation import Sampler, validate
+from launcher.training.hooks.message_checksums import check_validation_messages
+from launcher.training.hooks.plan_watch import PlanWatch, comparison_line
+from launcher.training.hooks.replica_watch import ReplicaWatch
+from launcher.training.run_state import Progress, TrainingRun
+from launcher.training.run_stop import Stopping, any_rank_requested_stop
+from launcher.training.train_step import TrainStep
+from launcher.training.validation import TextSampler, validate
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
 from parallel.comm.world import broadcast_object, on_rank_0
@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 class Trainer:
     """Loop over one run's steps, validations and checkpoints."""
 
-    def __init__(self, run: Run, *, train_step: TrainStep | None = None) -> None:
+    def __init__(self, run: TrainingRun, *, train_step: TrainStep | None = None) -> None:
         """Prepare the loop; callers may pass their own ``train_step``."""
         self.run, self.progress = run, run.progress
         self._train_step = train_step or TrainStep(run)
         self._sampler = None
         if run.validation is not None and run.config.validation.sample_tokens:
-            self._sampler = Sampler(run)
+            self._sampler = TextSampler(run)
         self._loss: float | None = None
         self._validation_losses: dict[int, float] = {}
         """Last validation loss by its step, if it was finite."""
@@ -54,13 +54,13 @@ class Trainer:
         Return a message for the user if the run was asked to stop before its end, and has saved; otherwise None.
         """
         run, config, last = self.run, self.run.config, self.run.config.last_step
-        self.progress = self._stopping.settle(self.progress)
+        self.progress = self._stopping.clear_finished_validation(self.progress)
         if self.progress.step >= last and not self.progress.validation_due:
             self.is_in_store = _leave_as_it_is(run, self.progress.step)
             return None
         self._open_folder()
         run.stop.begin_steps()
-        lines = Lines(
+        lines = LogSchedule(
             total_steps=config.train.steps,
             first_step=self.progress.step,
             last_step=last,
@@ -76,13 +76,13 @@ class Trainer:
             # The curve's first point: the loss before this run changes the weights.
             if config.validation.rows and (run.origin.kind == "started" or self.progress.validation_due):
                 self._validate(writer)
-            while self.progress.step < last and not self.progress.stop_asked:
+            while self.progress.step < last and not self.progress.stop_requested:
                 self._take_recorded_step(writer)
                 # Validate before saving: an existing checkpoint has all records up to its step.
                 if config.validation.rows and config.validates_after(self.progress.step):
                     self._validate(writer)
-                if self.progress.stop_asked or config.saves_after(self.progress.step):
-                    writer.doing("saving a checkpoint")
+                if self.progress.stop_requested or config.saves_after(self.progress.step):
+                    writer.set_activity("saving a checkpoint")
                     self._save()
             if self._stopping.ends(self.progress):
                 run.saver.finish()
@@ -95,15 +95,15 @@ class Trainer:
         """Take one optimizer step and return its record; raise TrainingError if the run must end. Collective."""
         self.progress, record = self._train_step(self.progress)
         # The last step counts as agreed as well: ranks wait for the work after it.
-        if self.progress.stop_asked or self.progress.step == self.run.config.last_step:
-            self.run.stop.agree()
+        if self.progress.stop_requested or self.progress.step == self.run.config.last_step:
+            self.run.stop.set_accepted()
         return record
 
     def _open_folder(self) -> None:
         """Truncate the folder's history to this process's first step, and write this process's config to it."""
         run = self.run
         # Only now, after every check that could reject this start: a rejected start changes no file.
-        if run.origin.goes_on:
+        if run.origin.continues:
             on_rank_0(lambda: _rewind(run, self.progress.step))
         if run.is_rank_0:
             write_config_and_environment(run.folder, run.config, run.mesh, run.engine.num_parameters)
@@ -129,7 +129,7 @@ class Trainer:
     def _validate(self, writer: RecordWriter) -> None:
         """Compute the held-out loss and write its record, unless a stop interrupts it. Collective."""
         run = self.run
-        writer.doing("validating")
+        writer.set_activity("validating")
         assert run.validation is not None
         record = validate(
             run.engine.model,
@@ -139,11 +139,11 @@ class Trainer:
             vocab_size=run.model.vocab_size,
             bytes_per_token=run.validation.bytes_per_token,
             source_names=run.validation.source_names,
-            stops=lambda: self.progress.stop_asked or agree_on_stop(run.stop),
+            should_stop=lambda: self.progress.stop_requested or any_rank_requested_stop(run.stop),
         )
-        settle_validation(run, self.progress.step)
+        check_validation_messages(run, self.progress.step)
         # Do not delay a stop: the process that resumes the run validates first.
-        self.progress = dataclasses.replace(self.progress, stop_asked=record is None, validation_due=record is None)
+        self.progress = dataclasses.replace(self.progress, stop_requested=record is None, validation_due=record is None)
         if record is None:
             return
         if self._sampler is not None:
@@ -159,9 +159,9 @@ class Trainer:
     def _compare_with_plan(self, writer: RecordWriter) -> None:
         plan = self._train_step.hook(PlanWatch)
         if plan is not None:
-            compared = plan.compared(self.progress.step)
-            writer.write(compared)
-            log.info("%s", checked_line(compared))
+            comparison = plan.comparison_record(self.progress.step)
+            writer.write(comparison)
+            log.info("%s", comparison_line(comparison))
 
     def _save(self) -> None:
         """Start to save a checkpoint, and wait for it if it is the last one. Collective."""
@@ -175,12 +175,12 @@ class Trainer:
                 loss=self._loss,
                 sums=sums,
                 # No step follows that could overlap with the save.
-                wait=self.progress.stop_asked or step == run.config.last_step,
+                wait=self.progress.stop_requested or step == run.config.last_step,
             )
         self._stopping.saved(run.saver.seconds)
 
 
-def _open_trackers(run: Run, step: int) -> Trackers:
+def _open_trackers(run: TrainingRun, step: int) -> Trackers:
     """Open the trackers, on rank 0, for a run that continues from ``step``."""
     config = run.config
     if not run.is_rank_0:
@@ -197,7 +197,7 @@ def _open_trackers(run: Run, step: int) -> Trackers:
     )
 
 
-def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int, float]) -> dict[str, Any]:
+def _training_state(run: TrainingRun, progress: Progress, validation_losses: Mapping[int, float]) -> dict[str, Any]:
     """Return the state a resumed run needs in addition to weights and moments, and values that decide its retention."""
     # No other value depends on world size or ZeRO stage: these two are stored for people to read.
     return {
@@ -211,14 +211,14 @@ def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int
     }
 
 
-def _leave_as_it_is(run: Run, step: int) -> bool:
+def _leave_as_it_is(run: TrainingRun, step: int) -> bool:
     """Log that the run is finished, without writing files; return True if the store has its last checkpoint."""
     log.info("Nothing to do: the run is at step %d of %d. Raise train.steps to go on.", step, run.config.last_step)
     run.saver.kept.begin()
     return broadcast_object(run.saver.kept.leave())
 
 
-def _finish(run: Run, step: int) -> bool:
+def _finish(run: TrainingRun, step: int) -> bool:
     """Wait for the last checkpoint, write the report, and log both paths. Collective.
 
     Return True if the run's store has that checkpoint, or if there is no store.
@@ -238,7 +238,7 @@ def _finish(run: Run, step: int) -> bool:
     return is_in_store
 
 
-def _next_lines(run: Run, step: int) -> list[str]:
+def _next_lines(run: TrainingRun, step: int) -> list[str]:
     """Return commands that sample from, evaluate and export the trained model, with folders named after this step."""
     folder, model = run.folder, run.config.model
     export = ours("convert", "--to", "hf", folder, folder / f"hf_{step:06d}")
@@ -248,20 +248,20 @@ def _next_lines(run: Run, step: int) -> list[str]:
     if is_one_machine() and run.mesh.world_size > 1:
         of_model += ["--ranks", run.mesh.world_size]
     generate = ours("generate", *of_model, "--prompt", "The", "--max-new-tokens", 40)
-    asked = ["--tasks", "passkey,ppl", "--lengths", run.config.data.seq_len]
-    return [generate, ours("evaluate", *of_model, *asked, "--output", folder / f"evaluation_{step:06d}"), export]
+    task_flags = ["--tasks", "passkey,ppl", "--lengths", run.config.data.seq_len]
+    return [generate, ours("evaluate", *of_model, *task_flags, "--output", folder / f"evaluation_{step:06d}"), export]
 
 
-def _rewind(run: Run, step: int) -> None:
+def _rewind(run: TrainingRun, step: int) -> None:
     """Set aside results after this step, which will be redone. The process may be killed at any point."""
-    if run.origin.begins_again:
+    if run.origin.restarts:
         # Discard records from step 0, too.
         step = -1
-    remove_leftovers(run.folder)
+    remove_checkpoint_leftovers(run.folder)
     # Checkpoints go first: metrics may be newer than the newest checkpoint, never older.
     set_aside_newer(run.folder, step)
     moved = truncate_after(run.folder, step)
-    if not run.origin.begins_again:
+    if not run.origin.restarts:
         _say_missing_rows(run, step)
         return
     log.info(
@@ -273,7 +273,7 @@ def _rewind(run: Run, step: int) -> None:
     )
 
 
-def _say_missing_rows(run: Run, step: int) -> None:
+def _say_missing_rows(run: TrainingRun, step: int) -> None:
     newest = list_checkpoints(run.folder)
     missing = missing_steps(run.folder, step)
     if not missing or not newest or int(newest[-1].name.removeprefix("step_")) != step:

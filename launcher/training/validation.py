@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from launcher.metrics.record import Record
-from launcher.training.model import shard_batch
-from launcher.training.run import Run
+from launcher.training.run_state import TrainingRun
+from launcher.training.task_builder import shard_batch
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.compact_batch import CompactBatch
 from longctx.objectives.task import Task
 from longctx.objectives.token_prediction import hidden_states
 from longctx.tokenizer import Tokenizer
-from longctx.tokenizer.sides import source_ids, start_of_targets
+from longctx.tokenizer.pair_ids import source_ids, start_of_targets
 from parallel.comm.world import on_every_rank, sum_over_ranks
 from parallel.layout.sequence import num_parts
 
@@ -32,11 +32,12 @@ def validate(
     vocab_size: int,
     bytes_per_token: float | None = None,
     source_names: Sequence[str] = (),
-    stops: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
     """Compute a validation record without its step: loss, unigram entropy, loss by position and source. Collective.
 
-    Return None if ``stops`` interrupts it. All ranks call ``stops`` before each micro-batch, with the same result.
+    Return None if ``should_stop`` interrupts it. All ranks call ``should_stop`` before each micro-batch, with the same
+    result.
 
     ``bytes_per_token`` is this data's mean number of text bytes per token, if known; ``source_names`` are the names for
     the numbers in ``Batch.sources``. ``shards`` are this rank's tokens from each micro-batch, which ``task`` reads on
@@ -49,23 +50,23 @@ def validate(
     targets_by_source = torch.zeros(len(source_names), dtype=torch.int64)
     histogram = torch.zeros(vocab_size, dtype=torch.int64)
     for shard in shards:
-        if stops():
+        if should_stop():
             return None
         batch = shard.unpack(device, task.prepare)
         # float64 on the CPU: in float32 bincount loses a token's share once a bin holds millions of them.
         nll = task.token_nll(batch).flatten().double().cpu()
         targets, positions = (x.flatten().cpu() for x in (batch.targets, batch.positions))
-        counted = targets != IGNORED_TARGET
+        is_target = targets != IGNORED_TARGET
         # Positions are passed along with the tokens, so any layout counts them into the same bins.
-        bins = torch.bucketize(positions, torch.tensor(edges), right=True)[counted] - 1
-        nll_by_bin += torch.bincount(bins, nll[counted], minlength=len(edges))
+        bins = torch.bucketize(positions, torch.tensor(edges), right=True)[is_target] - 1
+        nll_by_bin += torch.bincount(bins, nll[is_target], minlength=len(edges))
         targets_by_bin += torch.bincount(bins, minlength=len(edges))
         if batch.sources is not None:
             # Only documents have targets, so padding contributes no number here.
-            sources = batch.sources[batch.document_ids.flatten().cpu()[counted]]
-            nll_by_source += torch.bincount(sources, nll[counted], minlength=len(source_names))
+            sources = batch.sources[batch.document_ids.flatten().cpu()[is_target]]
+            nll_by_source += torch.bincount(sources, nll[is_target], minlength=len(source_names))
             targets_by_source += torch.bincount(sources, minlength=len(source_names))
-        histogram += torch.bincount(targets[counted], minlength=vocab_size)
+        histogram += torch.bincount(targets[is_target], minlength=vocab_size)
     for total in (nll_by_bin, targets_by_bin, nll_by_source, targets_by_source, histogram):
         sum_over_ranks(total)
     num_targets = int(targets_by_bin.sum())
@@ -114,19 +115,19 @@ def _by_source(names: Sequence[str], nll: Tensor, targets: Tensor) -> dict[str, 
 
 def _by_position(edges: list[int], seq_len: int, nll: Tensor, targets: Tensor) -> list[dict[str, Any]]:
     """Return a dictionary for each bin with targets; leave out other bins."""
-    stops = edges[1:]
-    stops.append(seq_len)
+    ends = edges[1:]
+    ends.append(seq_len)
     return [
         {"start": start, "stop": stop, "loss": float(nll[i]) / int(targets[i]), "num_targets": int(targets[i])}
-        for i, (start, stop) in enumerate(zip(edges, stops, strict=True))
+        for i, (start, stop) in enumerate(zip(edges, ends, strict=True))
         if targets[i]
     ]
 
 
-class Sampler:
+class TextSampler:
     """Text sampler for a run's validations."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self.run = run
         self._tokenizer: Tokenizer = on_every_rank(run.loader.shards.tokenizer)
         self._prompt = run.config.validation.sample_prompt
@@ -143,10 +144,10 @@ class Sampler:
     def sample(self) -> Record:
         """Return the prompt, and the model's continuation or output. Collective."""
         ids = list(self._prompt_ids)
-        stops = set(self._tokenizer.special.stops)
+        stop_ids = set(self._tokenizer.special.stop_ids)
         for _ in range(self.run.config.validation.sample_tokens):
             ids.append(self._next(ids))
-            if ids[-1] in stops:
+            if ids[-1] in stop_ids:
                 break
         new = [token for token in ids[len(self._prompt_ids) :] if token < self._tokenizer.vocab_size]
         prompt = self._tokenizer.decode(self._prompt_ids)
@@ -165,11 +166,11 @@ class Sampler:
         is_last_t = ((shard.document_ids == 0) & (shard.positions == len(ids) - 1)).flatten()
         # Every rank computes logits, since ZeRO-3 gathers the head from all ranks; one rank has the last token.
         at = int(is_last_t.int().argmax())
-        likeliest = decoder.logits(hidden_BtM[:, at : at + 1]).flatten().argmax()
+        best_token = decoder.logits(hidden_BtM[:, at : at + 1]).flatten().argmax()
         # Exactly one rank adds the token, so the sum broadcasts it.
         chosen = torch.zeros(1, dtype=torch.int64)
         if bool(is_last_t.any()) and run.mesh.data_rank == 0:
-            chosen[0] = int(likeliest)
+            chosen[0] = int(best_token)
         return int(sum_over_ranks(chosen))
 
     def _batch(self, ids: list[int]) -> Batch:

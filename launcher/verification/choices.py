@@ -60,5 +60,5 @@ def unexplained_share(state: RouterState, slack: float, model: ModelConfig) -> f
     is_chosen_NE = torch.zeros_like(logits_NE, dtype=torch.bool).scatter_(1, ids_Nk, True)
     favourable_NE = torch.where(is_chosen_NE, logits_NE + slack, logits_NE - slack)
     again_Nk = route(favourable_NE, model, bias_E=state.bias_E).experts_Nk
-    differs_N = (again_Nk.sort(-1).values != ids_Nk.sort(-1).values).any(-1)
-    return float(differs_N.double().mean())
+    mismatch_N = (again_Nk.sort(-1).values != ids_Nk.sort(-1).values).any(-1)
+    return float(mismatch_N.double().mean())

@@ -49,13 +49,13 @@ class StepState:
 
 
 @dataclass(frozen=True)
-class Finding:
+class StepError:
     """Error and bound for one quantity in one model part."""
 
     step: int
     """Counted from 1."""
     part: str
-    what: str
+    metric: str
     """One of: experts chosen, loss, gradient norm, gradients, weights."""
     error: float
     bound: float
@@ -89,32 +89,32 @@ def part_of(name: str) -> str:
     return f"{where}, norms"
 
 
-def compare(
+def compare_steps(
     got: Sequence[StepState],
     wanted: Sequence[StepState],
     start: dict[str, Tensor],
     other: Sequence[StepState] | None = None,
     *,
     model: ModelConfig,
-) -> list[Finding]:
+) -> list[StepError]:
     """Return all results for all steps, in the order of computation.
 
     ``wanted`` holds one process's states in float32, ``start`` the weights before the first step. ``other`` holds one
     process's states in the run's own dtype, if that is not float32: then errors are relative to its errors. Both follow
     ``got``, step by step.
     """
-    findings = []
-    for number, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+    errors = []
+    for number, (actual, reference) in enumerate(zip(got, wanted, strict=True)):
         yardstick = None
         if other is not None:
             yardstick = other[number]
-        findings.extend(_choices(number + 1, theirs, yardstick, model))
-        findings.extend(_step(number + 1, mine, theirs, yardstick, start))
-        start = mine.weights
-    return findings
+        errors.extend(_choices(number + 1, reference, yardstick, model))
+        errors.extend(_step(number + 1, actual, reference, yardstick, start))
+        start = actual.weights
+    return errors
 
 
-def _choices(step: int, wanted: StepState, other: StepState | None, model: ModelConfig) -> Iterator[Finding]:
+def _choices(step: int, wanted: StepState, other: StepState | None, model: ModelConfig) -> Iterator[StepError]:
     """Yield, for each router, the share of tokens with experts that rounding does not explain."""
     layers = expert_layers(model)
     for number, state in enumerate(wanted.routers):
@@ -123,7 +123,7 @@ def _choices(step: int, wanted: StepState, other: StepState | None, model: Model
         if other is not None:
             slack = GRADIENT_ERROR_BOUND * float((other.routers[number].logits_NE - state.logits_NE).abs().max())
         part = f"layer {layers[number % len(layers)]}, router"
-        yield Finding(step, part, "experts chosen", unexplained_share(state, slack, model), 0.0)
+        yield StepError(step, part, "experts chosen", unexplained_share(state, slack, model), 0.0)
 
 
 def _step(
@@ -132,48 +132,48 @@ def _step(
     wanted: StepState,
     other: StepState | None,
     before: dict[str, Tensor],
-) -> Iterator[Finding]:
-    for what, bound in (("loss", LOSS_BOUND), ("grad_norm", GRADIENT_BOUND)):
-        mine, theirs = getattr(got, what), getattr(wanted, what)
-        error = abs(mine - theirs) / max(abs(theirs), 1e-30)
-        name = what.replace("grad_norm", "gradient norm")
+) -> Iterator[StepError]:
+    for metric, bound in (("loss", LOSS_BOUND), ("grad_norm", GRADIENT_BOUND)):
+        actual, reference = getattr(got, metric), getattr(wanted, metric)
+        error = abs(actual - reference) / max(abs(reference), 1e-30)
+        name = metric.replace("grad_norm", "gradient norm")
         if other is not None:
             # A single number may be right by chance, so the other's own error is not used as the bound.
             bound = BFLOAT16_LOSS_BOUND
-            if what == "grad_norm":
+            if metric == "grad_norm":
                 bound = _norm_bound(other, wanted)
-        yield Finding(step, "", name, _number(error), bound)
-    for what, bound in (("gradients", GRADIENT_BOUND), ("weights", WEIGHT_BOUND)):
-        mine, theirs = getattr(got, what), getattr(wanted, what)
-        for part, names in _parts(theirs).items():
+        yield StepError(step, "", name, _number(error), bound)
+    for metric, bound in (("gradients", GRADIENT_BOUND), ("weights", WEIGHT_BOUND)):
+        actual, reference = getattr(got, metric), getattr(wanted, metric)
+        for part, names in _parts(reference).items():
             # Gradient errors are relative to the gradient, or in bfloat16 to one process's error; weight errors are
             # relative to the distance moved.
-            distance = _distance(mine, theirs, names)
-            scale, limit = _size(theirs, names), bound
-            if what == "weights":
-                scale = _distance(before, theirs, names)
+            distance = _distance(actual, reference, names)
+            scale, limit = _size(reference, names), bound
+            if metric == "weights":
+                scale = _distance(before, reference, names)
             elif other is not None:
-                scale, limit = _distance(other.gradients, theirs, names), GRADIENT_ERROR_BOUND
+                scale, limit = _distance(other.gradients, reference, names), GRADIENT_ERROR_BOUND
             # A part without a gradient, such as a bias without effect, is either equal or wrong.
             error = 0.0
             if distance:
                 error = distance / max(scale, 1e-30)
-            yield Finding(step, part, what, _number(error), limit)
+            yield StepError(step, part, metric, _number(error), limit)
 
 
 def _norm_bound(other: StepState, wanted: StepState) -> float:
     """Return the relative gradient norm error that rounding may cause."""
     names = list(wanted.gradients)
-    apart = 0.0
+    norm_error = 0.0
     size, wanted_size = _size(other.gradients, names), _size(wanted.gradients, names)
     if size and wanted_size:
         # Clipped gradients have the same length: undo the clipping.
-        mine = {name: x * (other.grad_norm / size) for name, x in other.gradients.items()}
-        theirs = {name: x * (wanted.grad_norm / wanted_size) for name, x in wanted.gradients.items()}
-        apart = _distance(mine, theirs, names) / max(wanted.grad_norm, 1e-30)
+        unclipped = {name: x * (other.grad_norm / size) for name, x in other.gradients.items()}
+        reference = {name: x * (wanted.grad_norm / wanted_size) for name, x in wanted.gradients.items()}
+        norm_error = _distance(unclipped, reference, names) / max(wanted.grad_norm, 1e-30)
     # The norm's error is at most the error's length, which in a correct run is at most twice the other's. And the
     # error, a sum over many tokens' rounding errors, is mostly orthogonal to the gradient: at most half counts.
-    return GRADIENT_ERROR_BOUND / 2 * apart
+    return GRADIENT_ERROR_BOUND / 2 * norm_error
 
 
 def _parts(tensors: dict[str, Tensor]) -> dict[str, list[str]]:

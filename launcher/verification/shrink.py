@@ -103,9 +103,9 @@ def _num_layers(model: ModelConfig) -> int:
     """Return the fewest layers that include all combinations of attention and FFN kinds."""
     kinds = [_kind(model, layer) for layer in range(model.num_layers)]
     # Layers are taken from the first on, up to the one that completes the set of kinds.
-    fewest = max(kinds.index(kind) for kind in kinds) + 1
+    min_layers = max(kinds.index(kind) for kind in kinds) + 1
     # Layer patterns must fit, and a single layer would have no neighbour.
-    return min(model.num_layers, max(2, fewest, len(model.layers), len(model.rope_layers)))
+    return min(model.num_layers, max(2, min_layers, len(model.layers), len(model.rope_layers)))
 
 
 def _kind(model: ModelConfig, layer: int) -> tuple[Any, ...]:

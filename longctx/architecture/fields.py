@@ -33,7 +33,7 @@ def _length(default: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class SizeFields:
     """Width, depth and vocabulary."""
 
     vocab_size: int = 4096
@@ -299,7 +299,7 @@ class ModelFields(
     GlobalFields,
     DeltaFields,
     AttentionFields,
-    Sizes,
+    SizeFields,
 ):
     """All decoder fields, and values derived from several of them. No validation happens here.
 
@@ -351,10 +351,10 @@ class ModelFields(
     def scale(self) -> float:
         """Factor on query-key dot products."""
         # DeepSeek's YaRN scales full scores as well, not only rotated channels.
-        stretched = 1.0
+        rope_scale = 1.0
         if self.position == "rope":
-            stretched = self.rope.score_scale()
-        return (self.attention_scale or self.head_dim**-0.5) * stretched
+            rope_scale = self.rope.score_scale()
+        return (self.attention_scale or self.head_dim**-0.5) * rope_scale
 
     @property
     def depth(self) -> int:

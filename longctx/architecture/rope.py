@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
-from longctx.untrusted.reading import shown
+from longctx.untrusted.strict_json import shown
 
 ROPE_KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
@@ -30,9 +30,9 @@ _READ_BY = {
 }
 """Kinds that read each field; on any other kind the field would have no effect."""
 
-_AT_MOST = {"theta": 1e30, "factor": 1e9, "original_max_positions": 2**40}
-_AT_MOST |= dict.fromkeys(("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), 1e9)
-_AT_MOST |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim", "query_growth"), 1e9)
+_UPPER_BOUNDS = {"theta": 1e30, "factor": 1e9, "original_max_positions": 2**40}
+_UPPER_BOUNDS |= dict.fromkeys(("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), 1e9)
+_UPPER_BOUNDS |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim", "query_growth"), 1e9)
 """Upper bounds far above any model, low enough that no power overflows."""
 
 
@@ -106,7 +106,7 @@ class Rope:
                 )
 
     @property
-    def is_whole(self) -> bool:
+    def is_full_head(self) -> bool:
         """True if every channel in a head has an angle."""
         return self.kind == "proportional" or self.partial == 1
 
@@ -225,7 +225,7 @@ def _check_numbers(rope: Rope) -> None:
     for name in ("attention_factor", "mscale", "mscale_all_dim", "query_growth", "original_max_positions"):
         if not 0 <= getattr(rope, name) < math.inf:
             raise ConfigError(f"model.rope.{name}={getattr(rope, name)} must not be negative; 0 means not given.")
-    for name, most in _AT_MOST.items():
+    for name, most in _UPPER_BOUNDS.items():
         if getattr(rope, name) > most:
             raise ConfigError(f"model.rope.{name}={shown(getattr(rope, name))} must be at most {most:g}.")
 

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable
 
 from longctx.architecture.fields import ModelFields, encoder_of
-from longctx.architecture.layers import layer_specs
+from longctx.architecture.layer_specs import layer_specs
 from longctx.architecture.mixers.mixer import norm_size
-from longctx.architecture.mixers.softmax import Softmax, sinks
-from longctx.architecture.rules import GATED
+from longctx.architecture.mixers.softmax_mixer import SoftmaxMixer, sinks
+from longctx.architecture.model_rules import GATED
 
-CROSS = Softmax(causal=False)
+CROSS = SoftmaxMixer(causal=False)
 """Cross attention uses softmax attention's projections."""
 
 COMPONENTS = (

@@ -7,13 +7,13 @@ from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from longctx.errors import ConfigError
-from longctx.untrusted.reading import shown
+from longctx.untrusted.strict_json import shown
 
 _LARGEST = int(sys.float_info.max)
 _KINDS_OF_VALUE = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 
 
-def check_types(config: Any, where: str) -> None:
+def check_types(config: Any, section: str) -> None:
     """Raise ConfigError unless every dataclass field matches its annotation; an integer is valid for a float.
 
     Messages start with the section's dotted path. ``true`` is not a number, and ``4096.0`` is not an integer.
@@ -25,10 +25,10 @@ def check_types(config: Any, where: str) -> None:
         else:
             fits = _is_a(value, kind)
         if not fits:
-            noun = _KINDS_OF_VALUE.get(kind, f"a table of {kind.__name__}'s keys")
+            unit = _KINDS_OF_VALUE.get(kind, f"a table of {kind.__name__}'s keys")
             if is_tuple:
-                noun = f"a list (in Python a tuple), each entry {noun}"
-            raise ConfigError(f"{where}.{name}={shown(value)} must be {noun}.")
+                unit = f"a list (in Python a tuple), each entry {unit}"
+            raise ConfigError(f"{section}.{name}={shown(value)} must be {unit}.")
 
 
 @cache

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.untrusted.reading import MOST_JSON_VALUES, printable, shown
+from longctx.untrusted.strict_json import MOST_JSON_VALUES, printable, shown
 
 Message = dict[str, Any]
 
@@ -33,8 +33,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys for a message's reasoning. Templates read the first one; gpt-oss's reads the second."""
 _TURNS = re.compile(r"""\s*\[\s*\{[^{}\[\]]*"(role|from)"\s*:""")
 """Start of a JSON list of messages."""
-_SAID = {"content", "value", "tool_calls"}
-_MOST_MESSAGES = 1 << 20
+_CONTENT_KEYS = {"content", "value", "tool_calls"}
+_MAX_MESSAGES = 1 << 20
 MEDIA = ("image", "image_url", "video", "audio", "input_audio", "images", "videos", "audios")
 
 
@@ -84,8 +84,8 @@ def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
         turns = _turns(record, kind, "")
     if not turns:
         raise NoConversationError("it has no messages")
-    if len(turns) > _MOST_MESSAGES:
-        raise NoConversationError(f"it has {len(turns):,} messages, and {_MOST_MESSAGES:,} are read")
+    if len(turns) > _MAX_MESSAGES:
+        raise NoConversationError(f"it has {len(turns):,} messages, and {_MAX_MESSAGES:,} are read")
     # A media column may be empty, as in text-only records from a dataset with pictures.
     for name in MEDIA:
         if record.get(name):
@@ -103,7 +103,7 @@ def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
     return Conversation(tuple(messages), tuple(_tools(record.get("tools"))), tuple(weights))
 
 
-def spoken(conversation: Conversation) -> str:
+def conversation_text(conversation: Conversation) -> str:
     """Return a conversation as one string: each message's role on a line, followed by its content.
 
     Reasoning, tools and their calls become JSON lines with sorted keys, so that equal ones give equal text. Messages
@@ -138,16 +138,16 @@ def part_text(part: Any) -> str:
 def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
     """Return the messages in a field: a list, a text that is one message, or a JSON list."""
     value = record.get(field)
-    if isinstance(value, str) and role and not _spells_turns(value, field):
+    if isinstance(value, str) and role and not _is_json_messages(value, field):
         return [{"role": role, "content": value}]
     if isinstance(value, str):
-        value = _parsed(value, field)
+        value = _parse_json(value, field)
     if not isinstance(value, list):
         raise NoConversationError(f"{field} is {shown(value)}, and no list of messages")
     return value
 
 
-def _spells_turns(text: str, field: str) -> bool:
+def _is_json_messages(text: str, field: str) -> bool:
     """Return True if a text is a JSON list of messages, and not just a text that begins like one."""
     # The regex avoids parsing every text; the checks below avoid taking a text about JSON for messages.
     if not _TURNS.match(text):
@@ -157,7 +157,7 @@ def _spells_turns(text: str, field: str) -> bool:
         turns = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(turns, list) and all(isinstance(turn, Mapping) and turn.keys() & _SAID for turn in turns)
+    return isinstance(turns, list) and all(isinstance(turn, Mapping) and turn.keys() & _CONTENT_KEYS for turn in turns)
 
 
 def _system(record: Mapping[str, Any], first: Message) -> str:
@@ -186,13 +186,13 @@ def _message(entry: Any, turn: int) -> Message:
         raise NoConversationError(f"it is {shown(entry)}, and no message", turn)
     # Drop nulls: some templates only test whether a part has the key ``image``. In arguments and schemas a null is a
     # value.
-    kept = {key: copied(value, nulls=key == "tool_calls") for key, value in entry.items()}
+    kept = {key: copy_json(value, nulls=key == "tool_calls") for key, value in entry.items()}
     message = {str(key): value for key, value in kept.items() if value is not None}
     if "role" not in message and "from" in message:
-        said = message.pop("from")
-        if not isinstance(said, str) or said not in _ROLES:
-            raise NoConversationError(f"from={shown(said)} is none of {', '.join(_ROLES)}", turn)
-        message["role"] = _ROLES[said]
+        sender = message.pop("from")
+        if not isinstance(sender, str) or sender not in _ROLES:
+            raise NoConversationError(f"from={shown(sender)} is none of {', '.join(_ROLES)}", turn)
+        message["role"] = _ROLES[sender]
         if "content" not in message and "value" in message:
             message["content"] = message.pop("value")
     role = message.get("role")
@@ -231,10 +231,10 @@ def _media(parts: Sequence[Any]) -> Iterator[str]:
 def _tool_calls(value: Any, turn: int) -> list[Any]:
     """Return a message's tool calls, parsed if they are JSON text. Arguments keep their spelling."""
     if isinstance(value, str):
-        value = _parsed(value, "tool_calls", turn)
+        value = _parse_json(value, "tool_calls", turn)
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
         raise NoConversationError(f"tool_calls={shown(value)} is no list of calls", turn)
-    return [copied(call, nulls=True) for call in value]
+    return [copy_json(call, nulls=True) for call in value]
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
@@ -242,21 +242,21 @@ def _tools(value: Any) -> list[dict[str, Any]]:
     if value is None or value == "":
         return []
     if isinstance(value, str):
-        value = _parsed(value, "tools")
+        value = _parse_json(value, "tools")
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise NoConversationError(f"tools={shown(value)} is no list of schemas")
-    return [copied(tool, nulls=True) for tool in value]
+    return [copy_json(tool, nulls=True) for tool in value]
 
 
-def copied(value: Any, *, nulls: bool) -> Any:
+def copy_json(value: Any, *, nulls: bool) -> Any:
     """Copy a JSON value; without ``nulls``, drop keys with the value null.
 
     A table has such keys in every row as soon as one row has a value. Raise RecursionError if nesting is too deep.
     """
     if isinstance(value, Mapping):
-        return {str(key): copied(item, nulls=nulls) for key, item in value.items() if nulls or item is not None}
+        return {str(key): copy_json(item, nulls=nulls) for key, item in value.items() if nulls or item is not None}
     if isinstance(value, list):
-        return [copied(item, nulls=nulls) for item in value]
+        return [copy_json(item, nulls=nulls) for item in value]
     return value
 
 
@@ -267,7 +267,7 @@ def _weight(value: Any, turn: int) -> bool:
     return bool(value)
 
 
-def _parsed(value: str, field: str, turn: int = -1) -> Any:
+def _parse_json(value: str, field: str, turn: int = -1) -> Any:
     _check_values(value, field, turn)
     try:
         return json.loads(value)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from longctx.errors import DataError
-from longctx.untrusted.reading import printable
+from longctx.untrusted.strict_json import printable
 
-MOST_CHARACTERS = 1 << 20
+MAX_TEMPLATE_CHARACTERS = 1 << 20
 """Template length limit in characters. The longest published ones have some 20,000."""
 OWN_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt", "beginnings"))
 """Template variables that each conversation sets; options cannot override them."""
@@ -42,22 +42,22 @@ Message = Mapping[str, Any]
 class TemplateError(DataError):
     """Error for a template that rejects a conversation, or that is rejected itself."""
 
-    def __init__(self, text: str, reason: str = "", *, is_refusal: bool = False) -> None:
+    def __init__(self, text: str, reason: str = "", *, rejects_conversation: bool = False) -> None:
         super().__init__(text)
         self.reason = reason or text
         """Short reason, without the hint."""
-        self.is_refusal = is_refusal
+        self.rejects_conversation = rejects_conversation
         """True if the template itself rejects this conversation: another one may pass."""
 
 
-class Rendered(NamedTuple):
+class RenderedChat(NamedTuple):
     """A conversation as text."""
 
     text: str
     spans: list[tuple[int, int]] | None
     """Character spans marked by ``{% generation %}``, in order; None if a macro or stored block contains a mark,
     because its text appears at another position."""
-    beginnings: list[int | str]
+    prefix_lengths: list[int | str]
     """Per requested beginning: its text length if the full text starts with it, "" if not, or an error message."""
 
 
@@ -71,12 +71,12 @@ class ChatTemplate:
         """Set the template's ``name`` for messages, and the time ``now`` for its ``strftime_now``."""
         self.text, self.name = text, name
         self.now = now or datetime.datetime.now()
-        self.marks_replies = _GENERATION.search(text) is not None
+        self.has_reply_marks = _GENERATION.search(text) is not None
         """True if it marks replies by ``{% generation %}``."""
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = -1
-        if len(text) > MOST_CHARACTERS:
-            raise self._refused(f"has {len(text):,} characters, and {MOST_CHARACTERS:,} are the most")
+        if len(text) > MAX_TEMPLATE_CHARACTERS:
+            raise self._close_with_error(f"has {len(text):,} characters, and {MAX_TEMPLATE_CHARACTERS:,} are the most")
 
     def render(
         self,
@@ -85,11 +85,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
-        beginnings: Sequence[tuple[int, bool]] = (),
-    ) -> Rendered:
+        prefixes: Sequence[tuple[int, bool]] = (),
+    ) -> RenderedChat:
         """Render a conversation as text. Raise TemplateError if the template rejects it, fails or exceeds its limits.
 
-        ``variables`` are other template inputs, such as ``bos_token`` or ``enable_thinking``. ``beginnings`` lists
+        ``variables`` are other template inputs, such as ``bos_token`` or ``enable_thinking``. ``prefixes`` lists
         message counts, each with or without a prompt for the next reply: their text is compared with the full text.
         """
         values = {
@@ -97,13 +97,13 @@ class ChatTemplate:
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            "beginnings": list(beginnings),
+            "beginnings": list(prefixes),
         }
-        answer = self._ask(json.dumps({**(variables or {}), **values}))
+        answer = self._request(json.dumps({**(variables or {}), **values}))
         spans = None
         if answer["spans"] is not None:
             spans = [(start, stop) for start, stop in answer["spans"]]
-        return Rendered(answer["text"], spans, answer["beginnings"])
+        return RenderedChat(answer["text"], spans, answer["beginnings"])
 
     def close(self) -> None:
         """Stop the process, if it is running."""
@@ -117,12 +117,12 @@ class ChatTemplate:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, line: str) -> dict[str, Any]:
+    def _request(self, line: str) -> dict[str, Any]:
         """Send a JSON line and return the answer; start the process if it is not running."""
         # After a fork, the pipes still belong to the parent process.
         if self._process is None or self._owner != os.getpid():
             self._start()
-        return self._answer_to(line)
+        return self._exchange(line)
 
     def _start(self) -> None:
         # Without the environment: a template that escapes the sandbox finds no keys in it.
@@ -137,9 +137,9 @@ class ChatTemplate:
         self._owner = os.getpid()
         # Stops the worker even without close().
         weakref.finalize(self, _end, self._process)
-        self._answer_to(json.dumps({"template": self.text, "now": self.now.isoformat()}))
+        self._exchange(json.dumps({"template": self.text, "now": self.now.isoformat()}))
 
-    def _answer_to(self, line: str) -> dict[str, Any]:
+    def _exchange(self, line: str) -> dict[str, Any]:
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -154,17 +154,17 @@ class ChatTemplate:
         if not content.endswith(b"\n"):
             code = process.wait()
             self._process = None
-            raise self._refused(_death(code))
+            raise self._close_with_error(_exit_reason(code))
         answer = json.loads(content)
         kind = answer.get("error")
         if kind is None:
             return answer
-        said = printable(answer.get("message", ""))[:_SHOWN_CHARACTERS]
+        message = printable(answer.get("message", ""))[:_SHOWN_CHARACTERS]
         if kind == "template":
-            raise TemplateError(f"{self.name} refuses the conversation: {said}", said, is_refusal=True)
-        raise self._refused(": ".join(part for part in (_REASONS[kind], said) if part))
+            raise TemplateError(f"{self.name} refuses the conversation: {message}", message, rejects_conversation=True)
+        raise self._close_with_error(": ".join(part for part in (_REASONS[kind], message) if part))
 
-    def _refused(self, reason: str) -> TemplateError:
+    def _close_with_error(self, reason: str) -> TemplateError:
         """Stop the process, and return the error for a template that cannot be used."""
         # A template that fails once is not used again: after running out of memory, the process has an unknown state.
         self.close()
@@ -174,13 +174,13 @@ class ChatTemplate:
         )
 
 
-def render(template: str, messages: Sequence[Message], **values: Any) -> str:
+def render_chat(template: str, messages: Sequence[Message], **values: Any) -> str:
     """Render one conversation by a template's text. Raise TemplateError as ``ChatTemplate`` does."""
     with ChatTemplate(template) as chat:
         return chat.render(messages, **values).text
 
 
-def _death(code: int) -> str:
+def _exit_reason(code: int) -> str:
     """Return why the process ended, for a message."""
     if code == -signal.SIGXCPU:
         return "takes longer than a conversation may"

@@ -9,29 +9,29 @@ from typing import Any
 import xxhash
 
 from longctx.errors import DataError
-from longctx.tokenizer.contract import Tokenizer
-from longctx.tokenizer.special import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, read_object
-from longctx.tokenizer.templates import TEMPLATE_FILE, TEMPLATES
+from longctx.tokenizer.chat_templates import TEMPLATE_FILE, TEMPLATES
+from longctx.tokenizer.special import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, read_tokenizer_json
+from longctx.tokenizer.tokenizer_base import Tokenizer
 
 _OLD_FILE = "chat_template.json"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Template names: the default one, and the one for conversations with tools."""
 
 
-def find_templates(files: Mapping[str, bytes], path: Path) -> dict[str, str]:
+def find_chat_templates(files: Mapping[str, bytes], path: Path) -> dict[str, str]:
     """Return a tokenizer's templates by name, empty if it has none. Raise DataError if one is not text.
 
     As in transformers, separate template files take precedence over ``tokenizer_config.json``.
     """
     found: dict[str, str] = {}
-    said = read_object(files, TOKENIZER_CONFIG, path).get("chat_template")
-    if said is None:
-        said = read_object(files, _OLD_FILE, path).get("chat_template")
-    if isinstance(said, str):
-        found[DEFAULT] = said
-    elif isinstance(said, list):
-        found |= {str(one["name"]): str(one["template"]) for one in said if _is_named(one)}
-    elif said is not None:
+    value = read_tokenizer_json(files, TOKENIZER_CONFIG, path).get("chat_template")
+    if value is None:
+        value = read_tokenizer_json(files, _OLD_FILE, path).get("chat_template")
+    if isinstance(value, str):
+        found[DEFAULT] = value
+    elif isinstance(value, list):
+        found |= {str(one["name"]): str(one["template"]) for one in value if _is_named(one)}
+    elif value is not None:
         raise DataError(f"{TOKENIZER_CONFIG} of tokenizer={path} has a chat_template that is no text. Copy it again.")
     own = {name: content for name, content in files.items() if name.startswith(f"{TEMPLATES}.")}
     own |= {f"{TEMPLATES}.{DEFAULT}.jinja": files[TEMPLATE_FILE]} if TEMPLATE_FILE in files else {}
@@ -49,26 +49,26 @@ def find_templates(files: Mapping[str, bytes], path: Path) -> dict[str, str]:
 def has_template(tokenizer: Tokenizer) -> bool:
     """Return True if a tokenizer has a chat template, readable or not."""
     try:
-        return bool(find_templates(tokenizer.files, tokenizer.path))
+        return bool(find_chat_templates(tokenizer.files, tokenizer.path))
     except DataError:
         return True
 
 
 def hash_templates(files: Mapping[str, bytes], path: Path) -> str:
     """Hash a tokenizer's templates."""
-    return xxhash.xxh3_128_hexdigest(repr(sorted(find_templates(files, path).items())).encode())
+    return xxhash.xxh3_128_hexdigest(repr(sorted(find_chat_templates(files, path).items())).encode())
 
 
-def variables(files: Mapping[str, bytes], path: Path) -> dict[str, Any]:
+def special_token_variables(files: Mapping[str, bytes], path: Path) -> dict[str, Any]:
     """Return special tokens as template variables: ``bos_token``, ``eos_token`` and the others."""
     found: dict[str, Any] = {}
     names = [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP]
     # The file read last wins. A config with added_tokens_decoder is complete; older ones rely on the special tokens
     # map.
-    if "added_tokens_decoder" in read_object(files, TOKENIZER_CONFIG, path):
+    if "added_tokens_decoder" in read_tokenizer_json(files, TOKENIZER_CONFIG, path):
         names.reverse()
     for name in names:
-        for key, value in read_object(files, name, path).items():
+        for key, value in read_tokenizer_json(files, name, path).items():
             if isinstance(value, Mapping):
                 value = value.get("content")
             if key.endswith("_token") and isinstance(value, str):

@@ -30,7 +30,7 @@ _FORBIDDEN = "_"
 """Prefix of names that a template may not store."""
 
 
-class Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """``{% generation %}`` … ``{% endgeneration %}``: marks the model's reply."""
 
     tags = {"generation"}  # noqa: RUF012  as the base class declares it
@@ -43,13 +43,13 @@ class Generation(jinja2.ext.Extension):
         """Return the node that records its body's position in the text."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_noted"), [], [], body).set_lineno(line)
+        return jinja2.nodes.CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
 
-    def _noted(self, caller: Callable[[], str]) -> str:
-        said = caller()
+    def _record(self, caller: Callable[[], str]) -> str:
+        content = caller()
         environment: Any = self.environment
-        environment.marks.append((sum(map(len, environment.blocks)), said))
-        return said
+        environment.marks.append((sum(map(len, environment.blocks)), content))
+        return content
 
 
 # Rendering follows transformers 5.24: the same sandbox, options, filters and functions. An attribute that Jinja's
@@ -90,7 +90,7 @@ class Dictionaries:
 
 def environment(now: datetime.datetime) -> Any:
     """Build the sandbox with the functions that ``transformers`` templates may call."""
-    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols])
     sandbox.filters["tojson"] = _to_json
     sandbox.globals |= {
         "raise_exception": _raise_exception,
@@ -123,38 +123,38 @@ def main() -> None:
         _allow(own_bytes, len(line))
         values = json.loads(line)
         _allow(own_bytes, len(line), 1 + len(values["beginnings"]))
-        _answer(lambda values=values: _rendered(sandbox, template, values))
+        _answer(lambda values=values: _render(sandbox, template, values))
 
 
-def _rendered(sandbox: Any, template: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _render(sandbox: Any, template: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Render a conversation; return its text, marked character spans, and the lengths of its beginnings.
 
-    Spans are None if a mark is not at its text's position. ``beginnings`` lists message counts, each with or without a
+    Spans are None if a mark is not at its text's position. ``prefixes`` lists message counts, each with or without a
     prompt for the next reply; the result for each is its text length, "" if the full text starts differently, or an
     error message.
     """
-    beginnings = values.pop("beginnings")
+    prefixes = values.pop("beginnings")
     text, spans = _text_of(sandbox, template, values)
-    found: list[int | str] = []
-    for num_messages, prompts in beginnings:
+    prefix_lengths: list[int | str] = []
+    for num_messages, prompts in prefixes:
         # This text is empty, and many templates would fail on it.
         if not num_messages and not prompts:
-            found.append(0)
+            prefix_lengths.append(0)
             continue
         part = {**values, "messages": values["messages"][:num_messages], "add_generation_prompt": prompts}
         try:
-            beginning, _ = _text_of(sandbox, template, part)
+            prefix_text, _ = _text_of(sandbox, template, part)
         except jinja2.sandbox.SecurityError:
             # A sandbox violation disqualifies the template, not only this conversation.
             raise
         except jinja2.TemplateError as error:
-            found.append(f"the template refuses the messages up to it: {error}")
+            prefix_lengths.append(f"the template refuses the messages up to it: {error}")
             continue
-        if text.startswith(beginning):
-            found.append(len(beginning))
+        if text.startswith(prefix_text):
+            prefix_lengths.append(len(prefix_text))
         else:
-            found.append("")
-    return {"text": text, "spans": spans, "beginnings": found}
+            prefix_lengths.append("")
+    return {"text": text, "spans": spans, "beginnings": prefix_lengths}
 
 
 def _text_of(sandbox: Any, template: Any, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]] | None]:
@@ -164,9 +164,9 @@ def _text_of(sandbox: Any, template: Any, values: dict[str, Any]) -> tuple[str, 
         sandbox.blocks.append(block)
     text = "".join(sandbox.blocks)
     # Text marked in a macro or {% set %} is written later, at another position.
-    if any(not text.startswith(said, start) for start, said in sandbox.marks):
+    if any(not text.startswith(content, start) for start, content in sandbox.marks):
         return text, None
-    return text, [(start, start + len(said)) for start, said in sandbox.marks]
+    return text, [(start, start + len(content)) for start, content in sandbox.marks]
 
 
 def _answer(action: Callable[[], dict[str, Any]]) -> None:
@@ -199,10 +199,10 @@ def _allow(own_bytes: int, characters: int, times: int = 1) -> None:
     _limit(resource.RLIMIT_CPU, int(seconds) + 1)
 
 
-def _limit(what: int, most: int) -> None:
+def _limit(resource_kind: int, limit: int) -> None:
     # Only the soft limit, so that the next conversation can raise it.
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
+        resource.setrlimit(resource_kind, (limit, resource.getrlimit(resource_kind)[1]))
 
 
 def _check_name(name: Any) -> None:

@@ -1,9 +1,9 @@
 """Hugging Face conversion: one table per family (``families``), strict and streaming in both directions."""
 
-from longctx.conversion.convert import Conversion, export_checkpoint, import_hf
 from longctx.conversion.deepspeed_folder import import_deepspeed
 from longctx.conversion.hf import HfReader, load_hf, save_hf
-from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer
+from longctx.conversion.hf_conversion import Conversion, export_checkpoint, import_hf
+from longctx.conversion.tokenizer_export import check_tokenizer, export_tokenizer
 
 __all__ = [
     "Conversion",

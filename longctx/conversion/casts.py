@@ -28,25 +28,25 @@ def own_dtypes(reader: CheckpointReader) -> dict[str, torch.dtype]:
     if origin is None:
         return dict.fromkeys(reader.names(), torch.float32)
     # An import's manifest lists only tensors with a dtype other than the default.
-    usual = origin.get("dtype", reader.manifest["dtype"])
-    return {name: getattr(torch, origin.get("dtypes", {}).get(name, usual)) for name in reader.names()}
+    default = origin.get("dtype", reader.manifest["dtype"])
+    return {name: getattr(torch, origin.get("dtypes", {}).get(name, default)) for name in reader.names()}
 
 
-def export_dtypes(reader: CheckpointReader, asked: torch.dtype | None) -> dict[str, torch.dtype]:
+def export_dtypes(reader: CheckpointReader, requested: torch.dtype | None) -> dict[str, torch.dtype]:
     """Return the export dtype per tensor: as requested now or at import, otherwise as in ``own_dtypes``.
 
     A router's correction bias is never narrowed.
     """
     own = own_dtypes(reader)
     origin = reader.manifest["training"].get("imported")
-    if origin is not None and asked is None:
+    if origin is not None and requested is None:
         # The import may have requested a dtype other than the model's own.
         default = reader.manifest["dtype"]
         if default != origin.get("dtype", default):
-            asked = reader.dtype
-    if asked is None:
+            requested = reader.dtype
+    if requested is None:
         return own
-    return own | {name: asked for name in own if not is_buffer(name)}
+    return own | {name: requested for name in own if not is_buffer(name)}
 
 
 def lossy_casts(before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]) -> dict[str, int]:
@@ -60,10 +60,10 @@ def lossy_casts(before: Mapping[str, torch.dtype], after: Mapping[str, torch.dty
     }
 
 
-def read_master(reader: CheckpointReader, name: str, dtype: torch.dtype, *, exactly: bool = False) -> Tensor:
+def read_master(reader: CheckpointReader, name: str, dtype: torch.dtype, *, is_exact: bool = False) -> Tensor:
     """Read a checkpoint tensor, cast to ``dtype``; in addition to the result, memory holds one block.
 
-    Raise CheckpointError if a value would become infinite, or if ``exactly`` is set and a value would change.
+    Raise CheckpointError if a value would become infinite, or if ``is_exact`` is set and a value would change.
     """
     shape = reader.shape(name)
     if math.prod(shape) >= _BLOCK:
@@ -77,7 +77,7 @@ def read_master(reader: CheckpointReader, name: str, dtype: torch.dtype, *, exac
         if dtype == torch.float16 and not torch.equal(result.isfinite(), values.isfinite()):
             raise CheckpointError(f"{name} has values beyond float16's 65504. Choose bfloat16 or float32.")
         # Compare bits, not values: −0 equals 0, and NaN does not equal itself.
-        if exactly and not torch.equal(result.to(torch.float32).view(torch.int32), values.view(torch.int32)):
+        if is_exact and not torch.equal(result.to(torch.float32).view(torch.int32), values.view(torch.int32)):
             raise CheckpointError(f"{name} is not what {dtype_name(dtype)} can hold: a bit would be lost.")
         flat[start : start + len(values)] = result
     return tensor

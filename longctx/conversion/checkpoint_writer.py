@@ -13,49 +13,49 @@ from torch import Tensor
 
 from longctx.checkpoint_format import FORMAT, MANIFEST, ROLES, VERSION, CheckpointReader, canonical_hash
 from longctx.config import ModelConfig
-from longctx.conversion.carried import CarriedPart
 from longctx.conversion.casts import dtype_name
 from longctx.conversion.hf import Progress
-from longctx.conversion.tensors import each_once, parameter_shapes
+from longctx.conversion.passthrough import PassthroughPart
+from longctx.conversion.tensor_layouts import each_once, parameter_shapes
 from longctx.conversion.weights.json_files import write_json
 from longctx.errors import CheckpointError
 from longctx.files import staged_folder
-from longctx.storage.blocks import describe_file
-from longctx.storage.safetensors import ShardWriter
+from longctx.storage.hashed_blocks import describe_file
+from longctx.storage.safetensors import SafetensorsShardWriter
 
 
-def save_masters(
+def save_master_weights(
     config: ModelConfig,
     tensors: Iterable[tuple[str, Tensor]],
     output: Path,
     *,
     dtype: torch.dtype,
     training: dict[str, Any],
-    carried: Mapping[str, Path] | None = None,
-    other_parts: CarriedPart | None = None,
+    auxiliary_files: Mapping[str, Path] | None = None,
+    passthrough: PassthroughPart | None = None,
     shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
 ) -> Path:
     """Write a decoder's tensors as a step-0 checkpoint and return its folder, which appears complete or not at all.
 
     ``tensors`` come in any order, each exactly once; memory holds one. ``dtype`` is the checkpoint's default export
-    dtype, ``training`` the manifest entry with that name, written after the last tensor. ``carried`` maps new names to
-    files to copy, including the tokenizer. ``other_parts`` come from the same model as the decoder. Every tensor is
-    read back. Raise CheckpointError if the tensors do not match the config.
+    dtype, ``training`` the manifest entry with that name, written after the last tensor. ``auxiliary_files`` maps new
+    names to files to copy, including the tokenizer. ``passthrough`` come from the same model as the decoder. Every
+    tensor is read back. Raise CheckpointError if the tensors do not match the config.
     """
     shapes = parameter_shapes(config)
     # Renamed into place at the end, so that readers never see a partial checkpoint.
     with staged_folder(output, error=CheckpointError) as staging:
-        writer = ShardWriter(staging, ROLES[0], shard_bytes)
+        writer = SafetensorsShardWriter(staging, ROLES[0], shard_bytes)
         for done, (name, tensor) in enumerate(each_once(tensors, shapes), start=1):
             writer.add_flat(name, tensor.reshape(-1), torch.float32, (tensor.numel(),))
             if progress is not None:
                 progress(done, len(shapes))
         # Files have their final names now, so the manifest can list them.
         file_of = writer.finish()
-        if other_parts is not None:
-            other_parts.write(staging, shard_bytes)
-        for name, path in (carried or {}).items():
+        if passthrough is not None:
+            passthrough.write(staging, shard_bytes)
+        for name, path in (auxiliary_files or {}).items():
             shutil.copyfile(path, staging / name)
         files = sorted(staging.iterdir())
         manifest = {
@@ -64,8 +64,8 @@ def save_masters(
             "step": 0,
             "dtype": dtype_name(dtype),
             "model": dataclasses.asdict(config),
-            "tensors": {name: _entry(name, shape, file_of[name]) for name, shape in shapes.items()},
-            "files": {path.name: _described(path) for path in files},
+            "tensors": {name: _tensor_entry(name, shape, file_of[name]) for name, shape in shapes.items()},
+            "files": {path.name: _file_entry(path) for path in files},
             "training": training,
         }
         write_json(staging / MANIFEST, manifest | {"hash": canonical_hash(manifest)})
@@ -74,7 +74,7 @@ def save_masters(
     return output
 
 
-def _described(path: Path) -> dict[str, Any]:
+def _file_entry(path: Path) -> dict[str, Any]:
     """Return a file's manifest entry; only files that are read in parts have block hashes."""
     entry = describe_file(path)
     # A tokenizer is small and read in full: one hash is enough.
@@ -83,7 +83,7 @@ def _described(path: Path) -> dict[str, Any]:
     return entry
 
 
-def _entry(name: str, shape: tuple[int, ...], file: str) -> dict[str, Any]:
+def _tensor_entry(name: str, shape: tuple[int, ...], file: str) -> dict[str, Any]:
     """Return the manifest entry for a tensor in one file."""
     piece = {"file": file, "key": name, "start": 0, "numel": torch.Size(shape).numel()}
     return {"shape": list(shape), "roles": {ROLES[0]: [piece]}}

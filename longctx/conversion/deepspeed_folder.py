@@ -14,21 +14,30 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from longctx.checkpoint_manifest import refuse_foreign
-from longctx.conversion.companions import copy_companions, find_companions, log_left_behind
-from longctx.conversion.convert import Conversion, check_folders, import_hf
-from longctx.conversion.weights.folder import check_is_fetched, checked_path
+from longctx.checkpoint_manifest import reject_other_formats
+from longctx.conversion.auxiliary_files import copy_auxiliary_files, find_auxiliary_files, log_skipped_files
+from longctx.conversion.hf_conversion import Conversion, check_folders, import_hf
+from longctx.conversion.weights.weights_folder import check_is_fetched, resolve_weights_path
 from longctx.errors import CheckpointError
-from longctx.files import check_free
-from longctx.tokenizer.templates import hf_path
+from longctx.files import check_target_free
+from longctx.tokenizer.chat_templates import hf_path
 
 TOOL = "deepspeed.utils.zero_to_fp32"
 CONFIG = "config.json"
 LATEST = "latest"
-PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "DS_ACCELERATOR", "VIRTUAL_ENV")
+ALLOWED_ENVIRONMENT = (
+    "PATH",
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "DS_ACCELERATOR",
+    "VIRTUAL_ENV",
+)
 """Environment variables that the tool gets: no token and no password is among them."""
 TIMEOUT_SECONDS = 24 * 3600
-_LAST_WORDS = 400
+_MAX_ERROR_CHARACTERS = 400
 
 
 def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles: bool, **options: Any) -> Conversion:
@@ -46,16 +55,16 @@ def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles:
     check_folders(source, output)
     _check_source(source)
     if not execute_pickles:
-        refuse_foreign(source)
+        reject_other_formats(source)
     # Fail early: the tool may run for hours.
-    check_free(output, CheckpointError)
-    checked_path(source, CONFIG, named_by=source)
+    check_target_free(output, CheckpointError)
+    resolve_weights_path(source, CONFIG, named_by=source)
     # A Git LFS pointer has a state file's name but not its bytes.
     for path in [source / CONFIG, source / LATEST, *source.rglob("*_states.pt")]:
         check_is_fetched(path)
-    companions = find_companions(source)
+    auxiliary = find_auxiliary_files(source)
     states = [path.name for path in source.iterdir() if path.is_dir() or path.suffix in (".pt", ".py")]
-    log_left_behind(source, states + [CONFIG, LATEST] + [hf_path(name) for name in companions])
+    log_skipped_files(source, states + [CONFIG, LATEST] + [hf_path(name) for name in auxiliary])
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
         # The checkpoint's origin is named after its folder.
@@ -64,14 +73,14 @@ def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles:
         _run_tool(source, weights)
         # ``import_hf`` reads a single folder.
         shutil.copyfile(source / CONFIG, weights / CONFIG)
-        copy_companions(companions, weights)
+        copy_auxiliary_files(auxiliary, weights)
         return import_hf(weights, output, **options)
 
 
 def _check_source(source: Path) -> None:
     """Raise CheckpointError unless the folder has DeepSpeed states, a tag and a config."""
     try:
-        refuse_foreign(source)
+        reject_other_formats(source)
     except CheckpointError:
         pass
     else:
@@ -93,15 +102,15 @@ def _check_source(source: Path) -> None:
 
 def _run_tool(source: Path, output: Path) -> None:
     command = [sys.executable, "-m", TOOL, str(source), str(output), "--safe_serialization"]
-    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    environment = {name: os.environ[name] for name in ALLOWED_ENVIRONMENT if name in os.environ}
     # In a separate process: a pickle could read a trainer's tokens and open files.
     done = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["nothing"]
+        stderr_lines = done.stderr.strip().splitlines() or ["nothing"]
         raise CheckpointError(
             f"{source} cannot be imported: DeepSpeed's {TOOL} ended with {done.returncode}, and said:\n"
-            f"  {said[-1][:_LAST_WORDS]}\n"
+            f"  {stderr_lines[-1][:_MAX_ERROR_CHARACTERS]}\n"
             "It reads ZeRO 1 to 3, in the same version of DeepSpeed or a near one."
         )

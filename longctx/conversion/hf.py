@@ -16,35 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.checkpoint_format import check_size, is_buffer
-from longctx.checkpoint_manifest import check_token_ids, refuse_foreign, where_to_get
+from longctx.checkpoint_format import check_model_size, is_buffer
+from longctx.checkpoint_manifest import check_token_ids, reject_other_formats, where_to_get
 from longctx.config import ModelConfig
-from longctx.conversion.carried import CarriedPart, part_of_folder
 from longctx.conversion.casts import dtype_name
-from longctx.conversion.differences import listing, raise_differences
-from longctx.conversion.tensors import (
+from longctx.conversion.passthrough import PassthroughPart, passthrough_from_folder
+from longctx.conversion.tensor_layouts import (
     EMBEDDINGS,
-    Layout,
+    DiskLayout,
     TensorSpec,
-    assemble,
-    disassemble,
+    assemble_parameter,
+    disassemble_layout,
     each_once,
-    is_carried,
+    is_passthrough,
     matches,
-    mtp_copies,
+    mtp_duplicates,
     tensor_specs,
 )
-from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer, is_qwen, replaced_ids
-from longctx.conversion.weights.folder import INDEX, WeightsFolder
-from longctx.conversion.weights.json_files import read_json, write_json
+from longctx.conversion.tensor_mismatches import format_names, raise_mismatches
+from longctx.conversion.tokenizer_export import check_tokenizer, export_tokenizer, is_qwen, replaced_ids
+from longctx.conversion.weights.json_files import read_checkpoint_json, write_json
 from longctx.conversion.weights.quantized import DequantizedFolder
-from longctx.conversion.weights.renamed import RenamedFolder
+from longctx.conversion.weights.weights_folder import INDEX, WeightsFolder
+from longctx.conversion.weights.wrapped_folder import WrappedFolder
 from longctx.errors import CheckpointError, ConfigError
-from longctx.families import FAMILIES, config_to_hf, left_behind, passed_over, unwrapped, wrapper_of
+from longctx.families import FAMILIES, config_to_hf, dropped_training_fields, ignored_keys, unwrap_config, wrapper_of
 from longctx.families.quantization import quantization_of
 from longctx.families.spec import START_KEY, TARGET_ID_KEYS
 from longctx.files import staged_folder
-from longctx.storage.safetensors import ShardWriter
+from longctx.storage.safetensors import SafetensorsShardWriter
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.hard_texts import HARD_TEXTS
 
@@ -70,18 +70,18 @@ class HfReader:
                 f"{self.folder} is no folder. Give the one that holds config.json.{where_to_get(self.folder)}"
             )
         if not (self.folder / "config.json").exists():
-            refuse_foreign(self.folder)
-        hf_config = read_json(self.folder / "config.json")
+            reject_other_formats(self.folder)
+        hf_config = read_checkpoint_json(self.folder / "config.json")
         self.config = ModelConfig.from_hf(hf_config, mtp=mtp)
-        text = unwrapped(hf_config)
-        _check_has_mtp(self.folder, self.config, wanted=mtp)
+        text = unwrap_config(hf_config)
+        _check_has_mtp(self.folder, self.config, requested=mtp)
         self.model_type: str = text["model_type"]
         """The text model's type, if there are other parts; if a network has several names, the one that is written."""
         self.model_type_on_disk: str = hf_config["model_type"]
-        self.passed_over = passed_over(hf_config)
+        self.ignored_keys = ignored_keys(hf_config)
         """Keys in config.json that other tools left there, and that no network reads."""
         # As transformers' classes do, fill in defaults for absent token ids.
-        named = {**FAMILIES[self.model_type].absent_ids, **text}
+        named = {**FAMILIES[self.model_type].default_ids, **text}
         self.token_ids = {key: _token_id(key, named.get(key)) for key in _token_id_keys(self.config)}
         self.quantization = quantization_of(text)
         """Scheme for quantised weights, which are read as bfloat16; None without quantisation."""
@@ -91,13 +91,13 @@ class HfReader:
             log.info("%s: quantised weights (%s) are read as bfloat16.", self.folder, self.quantization)
         wrapper = wrapper_of(hf_config)
         if wrapper is not None:
-            self._disk = RenamedFolder(self._disk, wrapper)
+            self._disk = WrappedFolder(self._disk, wrapper)
         # Names and shapes come from the headers: a mismatched folder is rejected before any value is read.
-        on_disk, carried = self._names_on_disk(text)
-        self.carried = part_of_folder(self._disk, hf_config, carried)
+        on_disk, passthrough_names = self._names_on_disk(text)
+        self.passthrough = passthrough_from_folder(self._disk, hf_config, passthrough_names)
         """Parts that the decoder does not have, if any."""
         # Before the specs: the files bound the model size that the config may claim.
-        check_size(self.config, [self._disk.shape(name) for name in on_disk], str(self.folder))
+        check_model_size(self.config, [self._disk.shape(name) for name in on_disk], str(self.folder))
         self._specs = {spec.name: spec for spec in tensor_specs(self.config, model_type=self.model_type)}
         self._layouts = {name: self._choose_layout(spec, on_disk) for name, spec in self._specs.items()}
         self._check_names(on_disk)
@@ -130,7 +130,7 @@ class HfReader:
         layout = self._layouts[name]
         if not layout.parts:
             return torch.zeros(self._specs[name].shape, dtype=self.dtype)
-        return assemble(self._specs[name], layout, self._disk)
+        return assemble_parameter(self._specs[name], layout, self._disk)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name in self._specs:
@@ -145,9 +145,9 @@ class HfReader:
             count = text.get(family.mtp.key, 0)
         names = {name for name in names if not matches(family.ignored_tensors, name)}
         # Before heads: a multi-token prediction layer has its own head.
-        carried = {name for name in names if is_carried(name, family, self.config, count)}
-        if isinstance(self._disk, RenamedFolder):
-            carried |= {name for name in names if self._disk.naming.is_other(name)}
+        passthrough_names = {name for name in names if is_passthrough(name, family, self.config, count)}
+        if isinstance(self._disk, WrappedFolder):
+            passthrough_names |= {name for name in names if self._disk.name_map.is_other(name)}
         heads = set[str]()
         if self.config.pair_head == "none":
             heads = {name for name in names if matches(family.other_heads, name)}
@@ -155,11 +155,11 @@ class HfReader:
             log.warning(
                 "%s: tensors of heads that the model does not have here are left out: %s",
                 self.folder,
-                listing(heads, limit=4),
+                format_names(heads, limit=4),
             )
-        return names - carried - heads, carried
+        return names - passthrough_names - heads, passthrough_names
 
-    def _choose_layout(self, spec: TensorSpec, on_disk: set[str]) -> Layout:
+    def _choose_layout(self, spec: TensorSpec, on_disk: set[str]) -> DiskLayout:
         """Return the first layout that is complete on disk, preferably with the right shapes; otherwise the one we
         write.
         """
@@ -179,15 +179,17 @@ class HfReader:
         if self.config.tie_embeddings:
             copies[family.head] = self._embeddings
         # A multi-token prediction block may repeat tensors that it shares with the model.
-        for copy, parameter in mtp_copies(family, self.config).items():
+        for copy, parameter in mtp_duplicates(family, self.config).items():
             copies[copy] = self._layouts[parameter].parts[0].name
         for copy, original in copies.items():
             if {copy, original} <= on_disk:
                 self._check_copy(copy, original)
                 on_disk = on_disk - {copy}
         shapes = {n: (self._disk.shape(n), parts[n]) for n in on_disk & set(parts)}
-        wrong = [f"{n} {found} instead of {wanted}" for n, (found, wanted) in shapes.items() if found != wanted]
-        raise_differences(str(self.folder), missing=set(parts) - on_disk, unexpected=on_disk - set(parts), wrong=wrong)
+        mismatched = [f"{n} {found} instead of {wanted}" for n, (found, wanted) in shapes.items() if found != wanted]
+        raise_mismatches(
+            str(self.folder), missing=set(parts) - on_disk, unexpected=on_disk - set(parts), mismatched=mismatched
+        )
 
     @property
     def _embeddings(self) -> str:
@@ -199,21 +201,21 @@ class HfReader:
         first, second = self._disk.read(copy), self._disk.read(original)
         if first.dtype == second.dtype and torch.equal(first, second):
             return
-        advice = "Export the model again."
+        hint = "Export the model again."
         family = FAMILIES[self.model_type]
         if copy == family.head and not family.copies:
-            advice = "Set tie_word_embeddings to false to keep both."
-        if copy in mtp_copies(family, self.config):
-            advice = "Leave out --mtp (train.mtp_weight): then such blocks are carried along with what they have."
+            hint = "Set tie_word_embeddings to false to keep both."
+        if copy in mtp_duplicates(family, self.config):
+            hint = "Leave out --mtp (train.mtp_weight): then such blocks are carried along with what they have."
         raise CheckpointError(
             f"{self.folder}: {copy} differs from {original}, of which it is a copy (tie_word_embeddings="
-            f"{str(self.config.tie_embeddings).lower()}).\n{advice}"
+            f"{str(self.config.tie_embeddings).lower()}).\n{hint}"
         )
 
 
-def _check_has_mtp(folder: Path, config: ModelConfig, *, wanted: bool) -> None:
+def _check_has_mtp(folder: Path, config: ModelConfig, *, requested: bool) -> None:
     # Requested explicitly: importing a folder without them would leave a loss weight without effect.
-    if wanted and not config.mtp_layers:
+    if requested and not config.mtp_layers:
         raise ConfigError(
             f"{folder} has no blocks for multi-token prediction, by its config.json. Leave --mtp out, and "
             "train.mtp_weight at 0."
@@ -239,7 +241,7 @@ def save_hf(
     tokenizer: Tokenizer | str | Path | None = None,
     model_type: str | None = None,
     token_ids: Mapping[str, Any] | None = None,
-    carried: CarriedPart | None = None,
+    passthrough: PassthroughPart | None = None,
     shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
 ) -> Path:
@@ -248,35 +250,35 @@ def save_hf(
     ``tensors`` are the decoder's parameters under their own names, in any order, each exactly once; from an iterator,
     memory holds one at a time. ``dtype`` casts them (default: no cast). ``tokenizer`` is written by
     ``export_tokenizer`` and compared with the result in transformers; it also provides the special token ids, which
-    otherwise come from ``token_ids``. ``model_type`` selects one family if several have the model's shape. ``carried``
-    holds the imported model's other parts, written with it. The folder appears complete or not at all.
+    otherwise come from ``token_ids``. ``model_type`` selects one family if several have the model's shape.
+    ``passthrough`` holds the imported model's other parts, written with it. The folder appears complete or not at all.
     """
     folder = Path(folder)
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer)
     own_tokenizer = tokenizer is not None and not is_qwen(tokenizer)
     hf_config = config_to_hf(config, model_type=model_type, own_tokenizer=own_tokenizer)
-    lost = left_behind(config, hf_config)
-    if lost:
+    dropped_fields = dropped_training_fields(config, hf_config)
+    if dropped_fields:
         log.warning(
             "a %s config.json has no key for what training alone reads: %s. The weights are the same function without.",
             hf_config["model_type"],
-            ", ".join(f"model.{name}={value!r}" for name, value in lost.items()),
+            ", ".join(f"model.{name}={value!r}" for name, value in dropped_fields.items()),
         )
     items: Any = tensors
     if isinstance(tensors, Mapping):
         items = tensors.items()
     with staged_folder(folder, error=CheckpointError) as staging:
-        writer = ShardWriter(staging, "model", shard_bytes)
+        writer = SafetensorsShardWriter(staging, "model", shard_bytes)
         # A wrapped model's tensors keep their original names.
         add = writer.add
-        if carried is not None and carried.naming is not None:
-            naming = carried.naming
-            add = lambda name, tensor: writer.add(naming.wrapped(name), tensor)  # noqa: E731
+        if passthrough is not None and passthrough.name_map is not None:
+            name_map = passthrough.name_map
+            add = lambda name, tensor: writer.add(name_map.wrapped(name), tensor)  # noqa: E731
         dtypes = _write_parameters(
             config, items, add, model_type=hf_config["model_type"], dtype=dtype, progress=progress
         )
-        for name, tensor in carried or ():
+        for name, tensor in passthrough or ():
             add(name, tensor)
         file_of = writer.finish()
         # transformers looks for an index only if there is no model.safetensors.
@@ -287,12 +289,12 @@ def save_hf(
             token_ids = export_tokenizer(tokenizer, staging, max_positions=config.max_positions)
         ids = _written_ids(token_ids or {}, config)
         # RoBERTa's padding id determines its first position, independent of the tokenizer's padding.
-        ids = _loadable(ids, config.vocab_size) | {key: hf_config[key] for key in ids if key in hf_config}
+        ids = _loadable_ids(ids, config.vocab_size) | {key: hf_config[key] for key in ids if key in hf_config}
         name = dtype_name(reduce(torch.promote_types, dtypes))
         # transformers 5 reads dtype, 4 reads torch_dtype; a null id suppresses a class default (llama's 1 and 2).
         hf_config |= ids | {"dtype": name, "torch_dtype": name, "use_cache": True}
-        if carried is not None:
-            hf_config = carried.whole_config(hf_config)
+        if passthrough is not None:
+            hf_config = passthrough.full_config(hf_config)
         write_json(staging / "config.json", hf_config)
         # A tokenizer that came with a model may have brought this file.
         if not (staging / "generation_config.json").exists():
@@ -304,17 +306,18 @@ def save_hf(
 
 def _check_padding(tokenizer: Tokenizer, hf_config: Mapping[str, Any]) -> None:
     """Raise ConfigError if transformers would mistake a text token for padding, and count positions differently."""
-    wanted = hf_config.get("pad_token_id")
-    if wanted is None or wanted == tokenizer.padding:
+    expected_id = hf_config.get("pad_token_id")
+    if expected_id is None or expected_id == tokenizer.padding:
         return
     raise ConfigError(
-        f"transformers' {hf_config['model_type']} counts the positions of a text without id {wanted} (model."
-        f"position_offset={wanted + 1}), which is {tokenizer.spelt(wanted)} here; this tokenizer pads with "
+        f"transformers' {hf_config['model_type']} counts the positions of a text without id {expected_id} (model."
+        f"position_offset={expected_id + 1}), which is {tokenizer.describe_token(expected_id)} here; this "
+        "tokenizer pads with "
         f"{tokenizer.padding}. A model for it has model.position_offset={tokenizer.padding + 1}."
     )
 
 
-def _loadable(ids: dict[str, Any], rows: int) -> dict[str, Any]:
+def _loadable_ids(ids: dict[str, Any], rows: int) -> dict[str, Any]:
     """Return ids for config.json with which transformers loads the model; log those that it would reject."""
     replaced = replaced_ids(ids, rows)
     for key, value in replaced.items():
@@ -370,20 +373,20 @@ def _write_parameters(
     specs = {spec.name: spec for spec in tensor_specs(config, model_type=model_type)}
     # Multi-token prediction blocks may store shared tensors a second time, for readers that expect them.
     copies: dict[str, list[str]] = {}
-    for copy, parameter in mtp_copies(FAMILIES[model_type], config).items():
+    for copy, parameter in mtp_duplicates(FAMILIES[model_type], config).items():
         copies.setdefault(specs[parameter].layouts[0].parts[0].name, []).append(copy)
     dtypes: set[torch.dtype] = set()
-    waiting: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
     for done, (name, tensor) in enumerate(each_once(items, {n: spec.shape for n, spec in specs.items()}), start=1):
         tensor = _cast(name, tensor, dtype)
         # config.json names one dtype, the parameters'; buffers are float32 in any model.
         if not is_buffer(name):
             dtypes.add(tensor.dtype)
         # A disk tensor is written once all its members have arrived.
-        waiting[name] = tensor
+        pending[name] = tensor
         layout = specs[name].layouts[0]
-        if all(member in waiting for member in layout.members):
-            for part, values in disassemble(layout, [waiting.pop(member) for member in layout.members]):
+        if all(member in pending for member in layout.members):
+            for part, values in disassemble_layout(layout, [pending.pop(member) for member in layout.members]):
                 add(part, values)
                 for copy in copies.get(part, ()):
                     add(copy, values)

@@ -24,12 +24,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from longctx.architecture.rules import GATED
+from longctx.architecture.model_rules import GATED
 from longctx.checkpoint_format import CheckpointReader, find_checkpoint, model_config
 from longctx.config import ModelConfig
-from longctx.conversion.checkpoint_writer import save_masters
-from longctx.conversion.checks import check_hashes
-from longctx.conversion.companions import carried_names
+from longctx.conversion.auxiliary_files import auxiliary_names
+from longctx.conversion.checkpoint_checks import check_hashes
+from longctx.conversion.checkpoint_writer import save_master_weights
 from longctx.conversion.hf import Progress
 from longctx.errors import CheckpointError, ConfigError
 from longctx.model.layers.initialize import initial_value
@@ -53,11 +53,11 @@ class Upcycling:
     def __post_init__(self) -> None:
         if self.granularity < 1:
             raise ConfigError(f"granularity={self.granularity} must be at least 1, which copies the FFN whole.")
-        for count, what, least in ((self.num_experts, "experts", 1), (self.experts_per_token, "experts a token", 0)):
+        for count, unit, least in ((self.num_experts, "experts", 1), (self.experts_per_token, "experts a token", 0)):
             if count < least or count % self.granularity:
                 below = count // self.granularity * self.granularity
                 raise ConfigError(
-                    f"{count} {what} are no whole copies of {self.granularity} shards each, and parts of the dense FFN "
+                    f"{count} {unit} are no whole copies of {self.granularity} shards each, and parts of the dense FFN "
                     f"would be lost. Try {' or '.join(str(n) for n in (below, below + self.granularity) if n > 0)}."
                 )
         if self.experts_per_token == 1 and self.num_experts > 1:
@@ -124,7 +124,7 @@ def upcycle_tensors(
     Tensors keep their dtype. Raise CheckpointError if a layer's gate or up projection is missing.
     """
     config = upcycle_config(dense, upcycling)
-    waiting: dict[str, tuple[str, Tensor]] = {}
+    pending: dict[str, tuple[str, Tensor]] = {}
     for name, tensor in tensors:
         match = _DENSE.fullmatch(name)
         if match is None:
@@ -142,17 +142,17 @@ def upcycle_tensors(
             continue
         # Experts store gate and up in one tensor, so the first to come waits for the other.
         key = layer + kind
-        if key not in waiting:
-            waiting[key] = which, tensor
+        if key not in pending:
+            pending[key] = which, tensor
             continue
-        other = waiting.pop(key)[1]
+        other = pending.pop(key)[1]
         if which == "gate":
             gate, up = tensor, other
         else:
             gate, up = other, tensor
         yield f"{layer}experts.gate_up_proj{suffix}", _gate_up(gate, up, config, upcycling.granularity)
-    if waiting:
-        raise CheckpointError(f"the dense model lacks the other half of gate and up projection: {sorted(waiting)}.")
+    if pending:
+        raise CheckpointError(f"the dense model lacks the other half of gate and up projection: {sorted(pending)}.")
 
 
 def upcycle_checkpoint(
@@ -177,14 +177,14 @@ def upcycle_checkpoint(
     if origin:
         # An import's token ids are still valid; its dtypes are not.
         training["imported"] = origin | {"dtype": "float32", "dtypes": {}}
-    return save_masters(
+    return save_master_weights(
         config,
         upcycle_tensors(reader.state_dict(torch.float32), dense, upcycling),
         Path(output),
         # Routers, and a g that is not a power of two, need float32.
         dtype=torch.float32,
         training=training,
-        carried={name: reader.folder / name for name in carried_names(reader)},
+        auxiliary_files={name: reader.folder / name for name in auxiliary_names(reader)},
         shard_bytes=shard_bytes,
         progress=progress,
     )

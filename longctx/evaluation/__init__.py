@@ -4,14 +4,19 @@ No model runs here: prompts are built from a seed and fitted to a length by the 
 score rows, and rows become means with intervals.
 """
 
+from longctx.evaluation.evaluation_task import EvaluationSample, EvaluationTask, RulerFiles, Setting
 from longctx.evaluation.haystack import Haystack
-from longctx.evaluation.results import ScoreRow, areas, by_depth, by_length, overall
-from longctx.evaluation.table import GROUPS, TASKS, find_tasks, task_lines
-from longctx.evaluation.task import RulerFiles, Sample, Setting, Task
+from longctx.evaluation.score_rows import ScoreRow, areas_by_task, by_depth, by_length, overall
+from longctx.evaluation.task_table import GROUPS, TASKS, find_tasks, task_lines
+
+# Names before 0.1, kept for one release.
+Task, Sample, areas = EvaluationTask, EvaluationSample, areas_by_task
 
 __all__ = [
     "GROUPS",
     "TASKS",
+    "EvaluationSample",
+    "EvaluationTask",
     "Haystack",
     "RulerFiles",
     "Sample",
@@ -19,6 +24,7 @@ __all__ = [
     "Setting",
     "Task",
     "areas",
+    "areas_by_task",
     "by_depth",
     "by_length",
     "find_tasks",

@@ -57,8 +57,8 @@ def bootstrap(scores: Sequence[float]) -> tuple[float, float]:
     """Return the mean's 2.5th and 97.5th percentiles over resamples; deterministic for equal scores."""
     values, counts = np.unique(np.asarray(scores, dtype=np.float64), return_counts=True)
     # Sample the count per distinct value: the same distribution as resampling one by one.
-    drawn = np.random.default_rng(0).multinomial(len(scores), counts / len(scores), size=RESAMPLES)
-    means = drawn @ values / len(scores)
+    sample_counts = np.random.default_rng(0).multinomial(len(scores), counts / len(scores), size=RESAMPLES)
+    means = sample_counts @ values / len(scores)
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
 

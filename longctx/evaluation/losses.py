@@ -89,7 +89,7 @@ def text_row(task: str, length: int, index: int, document: str, ids: Sequence[in
         nll=float(nll.sum(dtype=np.float64)),
         count=len(nll),
         by_position=_binned(np.arange(len(nll)), nll),
-        by_distance=_binned(pair_distances(ids), nll),
+        by_distance=_binned(compute_pair_gaps(ids), nll),
     )
 
 
@@ -121,17 +121,17 @@ def near_windows(num_tokens: int, *, truncation: int, window: int) -> list[tuple
     return [(start, min(start + truncation + window, num_tokens)) for start in starts]
 
 
-def pair_distances(ids: Sequence[int]) -> np.ndarray:
+def compute_pair_gaps(ids: Sequence[int]) -> np.ndarray:
     """Return, for each token after the first, the distance to its pair's previous occurrence; 0 without one."""
     last: dict[tuple[int, int], int] = {}
-    distances = np.zeros(max(0, len(ids) - 1), dtype=np.int64)
+    intervals = np.zeros(max(0, len(ids) - 1), dtype=np.int64)
     # Only the latest occurrence counts: an induction head copies from there.
     for at in range(1, len(ids)):
         pair = ids[at - 1], ids[at]
         if pair in last:
-            distances[at - 1] = at - last[pair]
+            intervals[at - 1] = at - last[pair]
         last[pair] = at
-    return distances
+    return intervals
 
 
 def loss_over_texts(parts: Sequence[tuple[float, int]]) -> LossEstimate | None:
@@ -144,10 +144,12 @@ def loss_over_texts(parts: Sequence[tuple[float, int]]) -> LossEstimate | None:
     low = high = None
     # Bootstrap over texts: tokens in one text are not independent samples.
     if (counts > 0).sum() > 1:
-        drawn = np.random.default_rng(0).multinomial(len(parts), np.full(len(parts), 1 / len(parts)), size=RESAMPLES)
-        totals = drawn @ counts
+        sample_counts = np.random.default_rng(0).multinomial(
+            len(parts), np.full(len(parts), 1 / len(parts)), size=RESAMPLES
+        )
+        totals = sample_counts @ counts
         # A resample may miss all texts that have such tokens.
-        means = (drawn @ sums)[totals > 0] / totals[totals > 0]
+        means = (sample_counts @ sums)[totals > 0] / totals[totals > 0]
         low, high = (float(value) for value in np.percentile(means, [2.5, 97.5]))
         low, high = min(low, loss), max(high, loss)
     return LossEstimate(loss=loss, low=low, high=high, num_tokens=int(counts.sum()), num_texts=int((counts > 0).sum()))
@@ -156,17 +158,17 @@ def loss_over_texts(parts: Sequence[tuple[float, int]]) -> LossEstimate | None:
 def loss_by_bin(rows: Iterable[LossRow], kind: str) -> list[tuple[int, int, LossEstimate]]:
     """Return (start, stop, loss) for each bin in ``by_position`` or ``by_distance`` over all rows, ascending."""
     parts: dict[int, list[tuple[float, int]]] = {}
-    stops: dict[int, int] = {}
+    bin_ends: dict[int, int] = {}
     for row in rows:
         for part in getattr(row, kind):
             parts.setdefault(part.start, []).append((part.nll, part.count))
             # With several text lengths, the last bin reaches as far as the longest.
-            stops[part.start] = max(part.stop, stops.get(part.start, 0))
+            bin_ends[part.start] = max(part.stop, bin_ends.get(part.start, 0))
     found = []
     for start in sorted(parts):
         estimate = loss_over_texts(parts[start])
         if estimate is not None:
-            found.append((start, stops[start], estimate))
+            found.append((start, bin_ends[start], estimate))
     return found
 
 

@@ -16,7 +16,7 @@ _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-def begins_with(output: str, references: Sequence[str]) -> float:
+def starts_with(output: str, references: Sequence[str]) -> float:
     """Return 1 if the output starts with a reference as a full word or number, ignoring spaces and quotation marks.
 
     A greedily decoded output scores 1 if every target token is the most probable one, so one teacher-forced pass
@@ -52,11 +52,11 @@ def set_f1(output: str, references: Sequence[str]) -> float:
     The list is the content of the first pair of brackets, or the first line; commas and spaces separate its items.
     """
     wanted = set(references)
-    listed = _items(output)
-    if not wanted and not listed:
+    items = _items(output)
+    if not wanted and not items:
         return 1.0
     # Equals 2 · precision · recall / (precision + recall), without its 0 / 0.
-    return 2 * len(wanted & listed) / (len(wanted) + len(listed))
+    return 2 * len(wanted & items) / (len(wanted) + len(items))
 
 
 def repeated_after_code(output: str, references: Sequence[str]) -> float:

@@ -10,31 +10,31 @@ from typing import Any
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
-from longctx.families.llama import DENSE
-from longctx.families.rules import (
+from longctx.families.config_rules import (
     all_heads,
     constant,
     divided_head_dim,
+    encoder_decoder_shared,
     integer,
-    left_out_dropout,
-    of_both_stacks,
     only,
     same,
     translated,
     typed,
+    unsupported_dropout,
 )
+from longctx.families.llama import DENSE
 from longctx.families.spec import (
     BLOCK,
     ENCODER_BLOCK,
     TARGET_ID_KEYS,
+    ConfigRule,
     Family,
     HfConfig,
-    OnDisk,
-    Rule,
+    StorageLayout,
     TensorRule,
     tensor,
 )
-from longctx.untrusted.reading import shown
+from longctx.untrusted.strict_json import shown
 
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -46,7 +46,7 @@ _ACTIVATIONS = {
 }
 
 
-def _scaled_embeddings() -> Rule:
+def _scaled_embeddings() -> ConfigRule:
     """Return the rule that multiplies embeddings by the square root of the model width."""
     key = "scale_embedding"
 
@@ -55,10 +55,10 @@ def _scaled_embeddings() -> Rule:
             return {"embedding_scale": integer(hf, "d_model") ** 0.5}
         return {"embedding_scale": 1.0}
 
-    return Rule(keys=(key,), read=read, write=lambda config: {key: config.embedding_scale != 1})
+    return ConfigRule(keys=(key,), read=read, write=lambda config: {key: config.embedding_scale != 1})
 
 
-def _one_table() -> Rule:
+def _one_table() -> ConfigRule:
     """Return the rule that raises ConfigError unless encoder and decoder share one vocabulary and table (Marian)."""
     key, size = "share_encoder_decoder_embeddings", "decoder_vocab_size"
 
@@ -79,7 +79,7 @@ def _one_table() -> Rule:
     def write(config: ModelFields) -> dict[str, Any]:
         return {key: True, size: config.vocab_size}
 
-    return Rule(keys=(key, size), read=read, write=write)
+    return ConfigRule(keys=(key, size), read=read, write=write)
 
 
 _COMMON = (
@@ -92,8 +92,8 @@ _COMMON = (
     same("encoder_layers", "encoder_layers", also=("num_hidden_layers",), least=1),
     same("decoder_layers", "num_layers"),
     # Only depth may differ between the stacks: one field here sets both widths.
-    of_both_stacks("encoder_attention_heads", "decoder_attention_heads", "num_heads"),
-    of_both_stacks("encoder_ffn_dim", "decoder_ffn_dim", "ffn_size"),
+    encoder_decoder_shared("encoder_attention_heads", "decoder_attention_heads", "num_heads"),
+    encoder_decoder_shared("encoder_ffn_dim", "decoder_ffn_dim", "ffn_size"),
     same("max_position_embeddings", "max_positions", default=1024),
     translated("activation_function", "activation", _ACTIVATIONS, default="gelu"),
     same("dropout", "residual_dropout", default=0.1),
@@ -101,10 +101,10 @@ _COMMON = (
     _scaled_embeddings(),
     divided_head_dim("d_model", "encoder_attention_heads"),
     all_heads("d_model", "encoder_attention_heads"),
-    left_out_dropout("attention_dropout", 0.0),
-    left_out_dropout("activation_dropout", 0.0, what="inner values of FFNs"),
-    left_out_dropout("encoder_layerdrop", 0.0, what="layers"),
-    left_out_dropout("decoder_layerdrop", 0.0, what="layers"),
+    unsupported_dropout("attention_dropout", 0.0),
+    unsupported_dropout("activation_dropout", 0.0, target="inner values of FFNs"),
+    unsupported_dropout("encoder_layerdrop", 0.0, target="layers"),
+    unsupported_dropout("decoder_layerdrop", 0.0, target="layers"),
     only("tie_word_embeddings", True),
     only("is_encoder_decoder", True),
     only("is_decoder", False, written=False),
@@ -139,7 +139,7 @@ _IGNORED = frozenset(TARGET_ID_KEYS) | {
 }
 
 
-def _of_stack(block: str, theirs: str) -> dict[str, str]:
+def _of_stack(block: str, hf_stack: str) -> dict[str, str]:
     """Return a stack's disk names for projections and norms by our names; each has a weight and a bias."""
     attentions = {"self_attn": "self_attn"}
     norms = {"post_attention_layernorm": "self_attn_layer_norm", "post_feedforward_layernorm": "final_layer_norm"}
@@ -147,15 +147,15 @@ def _of_stack(block: str, theirs: str) -> dict[str, str]:
         attentions["cross_attn"] = "encoder_attn"
         norms["cross_layernorm"] = "encoder_attn_layer_norm"
     names = {"mlp.up_proj": "fc1", "mlp.down_proj": "fc2"} | norms
-    for ours, of_theirs in attentions.items():
-        names |= {f"{ours}.{part}_proj": f"{of_theirs}.{part}_proj" for part in "qkv"}
-        names[f"{ours}.o_proj"] = f"{of_theirs}.out_proj"
-    return {block + ours: f"{theirs}.layers.{{layer}}.{name}" for ours, name in names.items()}
+    for ours, hf_attention in attentions.items():
+        names |= {f"{ours}.{part}_proj": f"{hf_attention}.{part}_proj" for part in "qkv"}
+        names[f"{ours}.o_proj"] = f"{hf_attention}.out_proj"
+    return {block + ours: f"{hf_stack}.layers.{{layer}}.{name}" for ours, name in names.items()}
 
 
-def _named(ours: str, theirs: str) -> TensorRule:
+def _named(ours: str, hf_name: str) -> TensorRule:
     """Return the rule for a name in the full model, or in a model saved without its head."""
-    return tensor(ours, f"model.{theirs}", theirs)
+    return tensor(ours, f"model.{hf_name}", hf_name)
 
 
 def _tensors() -> tuple[TensorRule, ...]:
@@ -163,14 +163,14 @@ def _tensors() -> tuple[TensorRule, ...]:
     both = _of_stack(BLOCK, "decoder") | _of_stack(ENCODER_BLOCK, "encoder")
     both |= {"model.embed_norm": "decoder.layernorm_embedding", "encoder.embed_norm": "encoder.layernorm_embedding"}
     rules = [
-        _named(f"{ours}.{part}", f"{theirs}.{part}") for ours, theirs in both.items() for part in ("weight", "bias")
+        _named(f"{ours}.{part}", f"{hf_name}.{part}") for ours, hf_name in both.items() for part in ("weight", "bias")
     ]
     rules.append(_named("model.embed_tokens.weight", "shared.weight"))
     rules.append(_named("model.embed_positions.weight", "decoder.embed_positions.weight"))
     rules.append(_named("encoder.embed_positions.weight", "encoder.embed_positions.weight"))
     # transformers uses zeros if a file has no bias.
-    bias = OnDisk(names=("final_logits_bias",), steps=("one_row",))
-    rules.append(TensorRule(parameters=("lm_head.bias",), layouts=(bias, OnDisk(names=()))))
+    bias = StorageLayout(names=("final_logits_bias",), steps=("one_row",))
+    rules.append(TensorRule(parameters=("lm_head.bias",), layouts=(bias, StorageLayout(names=()))))
     return tuple(rules)
 
 
@@ -188,7 +188,7 @@ BART = Family(
     rules=_COMMON + _OF_BART,
     tensors=_tensors(),
     ignored_keys=_IGNORED,
-    absent_ids={"decoder_start_token_id": 2, "forced_eos_token_id": 2},
+    default_ids={"decoder_start_token_id": 2, "forced_eos_token_id": 2},
     ignored_tensors=(r"(model\.)?(encoder|decoder)\.version",),
     copies=_COPIES,
     auto_class="AutoModelForSeq2SeqLM",
@@ -199,7 +199,7 @@ MARIAN = Family(
     rules=_COMMON + _OF_MARIAN,
     tensors=_tensors(),
     ignored_keys=_IGNORED | {"save_step"},
-    absent_ids={"decoder_start_token_id": 58100, "forced_eos_token_id": 0},
+    default_ids={"decoder_start_token_id": 58100, "forced_eos_token_id": 0},
     # Sinusoids, which the decoder recomputes.
     ignored_tensors=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
     copies=_COPIES,

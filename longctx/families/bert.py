@@ -12,31 +12,31 @@ from typing import Any
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
-from longctx.families.llama import DENSE
-from longctx.families.rules import (
+from longctx.families.config_rules import (
     UNUSED,
     all_heads,
     constant,
     divided_head_dim,
     integer,
-    left_out_dropout,
     only,
     same,
     translated,
+    unsupported_dropout,
 )
-from longctx.families.spec import BLOCK, Family, HfConfig, Rule, TensorRule, tensor
+from longctx.families.llama import DENSE
+from longctx.families.spec import BLOCK, ConfigRule, Family, HfConfig, TensorRule, tensor
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 
-def _dropout(usual: float) -> tuple[Rule, ...]:
+def _dropout(default: float) -> tuple[ConfigRule, ...]:
     return (
-        left_out_dropout("attention_probs_dropout_prob", usual),
-        same("hidden_dropout_prob", "residual_dropout", default=usual),
+        unsupported_dropout("attention_probs_dropout_prob", default),
+        same("hidden_dropout_prob", "residual_dropout", default=default),
     )
 
 
-def _pair_head(kind: str, architecture: str) -> Rule:
+def _pair_head(kind: str, architecture: str) -> ConfigRule:
     """Return the rule for the pair head, which is recognized by the class that saved the folder."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -46,10 +46,10 @@ def _pair_head(kind: str, architecture: str) -> Rule:
     def write(config: ModelFields) -> dict[str, Any]:
         return {"architectures": [architecture]} if config.pair_head == kind else {}
 
-    return Rule(read=read, write=write)
+    return ConfigRule(read=read, write=write)
 
 
-def _offset_positions() -> Rule:
+def _offset_positions() -> ConfigRule:
     """Return the rule for positions that begin after the padding id's row, with earlier rows counted (RoBERTa)."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _offset_positions() -> Rule:
             "max_position_embeddings": config.max_positions + config.position_offset,
         }
 
-    return Rule(keys=("pad_token_id", "max_position_embeddings"), read=read, write=write)
+    return ConfigRule(keys=("pad_token_id", "max_position_embeddings"), read=read, write=write)
 
 
 _COMMON = (
@@ -104,12 +104,12 @@ def _tensors(front: str, layers: Mapping[str, str], norms: Mapping[str, str], bi
         tensor("model.embed_segments.weight", f"{front}.token_type_embeddings.weight"),
         tensor("lm_head.bias", bias),
     ]
-    for ours, theirs in layers.items():
-        rules += [tensor(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
-    for ours, theirs in ({"model.embed_norm": f"{front}.LayerNorm"} | dict(norms)).items():
+    for ours, hf_name in layers.items():
+        rules += [tensor(f"{ours}.{part}", f"{hf_name}.{part}") for part in ("weight", "bias")]
+    for ours, hf_name in ({"model.embed_norm": f"{front}.LayerNorm"} | dict(norms)).items():
         # Old TensorFlow files use gamma and beta.
-        rules.append(tensor(f"{ours}.weight", f"{theirs}.weight", f"{theirs}.gamma"))
-        rules.append(tensor(f"{ours}.bias", f"{theirs}.bias", f"{theirs}.beta"))
+        rules.append(tensor(f"{ours}.weight", f"{hf_name}.weight", f"{hf_name}.gamma"))
+        rules.append(tensor(f"{ours}.bias", f"{hf_name}.bias", f"{hf_name}.beta"))
     return tuple(rules)
 
 
@@ -162,7 +162,7 @@ def _of_albert() -> tuple[TensorRule, ...]:
     return _tensors("albert.embeddings", layers, norms, "predictions.bias")
 
 
-def _one_group() -> tuple[Rule, ...]:
+def _one_group() -> tuple[ConfigRule, ...]:
     """Return the rules for one block that all layers share."""
     return (
         constant(shared_layers=True),

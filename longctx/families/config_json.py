@@ -7,16 +7,16 @@ from functools import lru_cache
 from typing import Any
 
 from longctx.architecture.fields import ModelFields, names_of_role
-from longctx.architecture.rules import check_model
+from longctx.architecture.model_rules import check_model
 from longctx.errors import ConfigError
+from longctx.families.family_registry import FAMILIES
 from longctx.families.leftover import how_to_delete, is_leftover, leftover_keys
 from longctx.families.quantization import KEYS as QUANTIZATION_KEYS
 from longctx.families.quantization import quantization_of
-from longctx.families.rotary import effective_rope
+from longctx.families.rope_rules import effective_rope
 from longctx.families.spec import IGNORED_KEYS, Family
-from longctx.families.table import FAMILIES
-from longctx.families.wrapped import ALIASES, WRAPPERS, unwrapped, wrapper_of
-from longctx.untrusted.reading import printable, shown
+from longctx.families.wrapped import ALIASES, WRAPPERS, unwrap_config, wrapper_of
+from longctx.untrusted.strict_json import printable, shown
 
 _NAMED_KEYS = 12
 """Unknown keys to name in a message."""
@@ -30,8 +30,8 @@ def config_from_hf(config: dict[str, Any], *, mtp: bool = False) -> dict[str, An
     ``mtp``. Raise ConfigError if the config needs anything that this decoder does not support; the message names the
     key, its value and the supported values.
     """
-    config = unwrapped(config)
-    family = _family_named(config.get("model_type"))
+    config = unwrap_config(config)
+    family = _get_family(config.get("model_type"))
     named = config.get("architectures")
     if named not in (None, [family.architecture]) and named not in [[name] for name in family.other_architectures]:
         raise ConfigError(
@@ -46,11 +46,11 @@ def config_from_hf(config: dict[str, Any], *, mtp: bool = False) -> dict[str, An
     known = _known_keys(family).union(QUANTIZATION_KEYS)
     unknown = sorted(key for key in set(config) - known if not is_leftover(key, config[key]))
     if unknown:
-        listed = ", ".join(f"{printable(key)}={shown(config[key])}" for key in unknown[:_NAMED_KEYS])
+        key_list = ", ".join(f"{printable(key)}={shown(config[key])}" for key in unknown[:_NAMED_KEYS])
         if len(unknown) > _NAMED_KEYS:
-            listed += f" and {len(unknown) - _NAMED_KEYS} more"
+            key_list += f" and {len(unknown) - _NAMED_KEYS} more"
         raise ConfigError(
-            f"keys of config.json that mean nothing to a {family.model_type} model here: {listed}.\n"
+            f"keys of config.json that mean nothing to a {family.model_type} model here: {key_list}.\n"
             f"{how_to_delete(unknown)}"
         )
     if not mtp:
@@ -58,10 +58,10 @@ def config_from_hf(config: dict[str, Any], *, mtp: bool = False) -> dict[str, An
     return values
 
 
-def passed_over(config: dict[str, Any]) -> dict[str, Any]:
+def ignored_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json keys, with their values, that other tools left and that do not affect the network."""
-    config = unwrapped(config)
-    return leftover_keys(config, _known_keys(_family_named(config.get("model_type"))))
+    config = unwrap_config(config)
+    return leftover_keys(config, _known_keys(_get_family(config.get("model_type"))))
 
 
 def auto_class(config: dict[str, Any]) -> str:
@@ -69,12 +69,12 @@ def auto_class(config: dict[str, Any]) -> str:
     wrapper = wrapper_of(config)
     if wrapper is not None:
         return wrapper.auto_class
-    return _family_named(unwrapped(config).get("model_type")).auto_class
+    return _get_family(unwrap_config(config).get("model_type")).auto_class
 
 
 def _known_keys(family: Family) -> frozenset[str]:
     """Return every key of config.json that the family's rules read, or that is irrelevant in every family."""
-    return IGNORED_KEYS.union(family.ignored_keys, family.carried_keys, *(rule.keys for rule in family.rules))
+    return IGNORED_KEYS.union(family.ignored_keys, family.passthrough_keys, *(rule.keys for rule in family.rules))
 
 
 def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_toke
     ``model_type`` and ``own_tokenizer`` select among several families that do (see ``family_of``). The caller adds
     dtype and token ids.
     """
-    return _written(family_of(config, model_type=model_type, own_tokenizer=own_tokenizer), config)
+    return _write_config(family_of(config, model_type=model_type, own_tokenizer=own_tokenizer), config)
 
 
 @lru_cache(maxsize=256)
@@ -99,59 +99,59 @@ def family_of(config: ModelFields, *, model_type: str | None = None, own_tokeniz
     for family in order:
         if own_tokenizer and family.forces_own_tokenizer:
             continue
-        lost = lost_fields(family, config)
-        if not lost:
+        unsupported = unsupported_fields(family, config)
+        if not unsupported:
             return family
-        reasons[family.model_type] = lost
+        reasons[family.model_type] = unsupported
     nearest = min(reasons, key=lambda name: _distance(reasons[name]))
-    listed = "\n".join(f"  {name}: {value}" for name, value in reasons[nearest].items())
+    field_lines = "\n".join(f"  {name}: {value}" for name, value in reasons[nearest].items())
     raise ConfigError(
         f"no supported Hugging Face family can be this model; supported: {sorted(FAMILIES)}.\n"
-        f"The nearest is {nearest}, whose config.json cannot say\n{listed}"
+        f"The nearest is {nearest}, whose config.json cannot say\n{field_lines}"
     )
 
 
-def _distance(lost: dict[str, str]) -> tuple[bool, bool, int]:
+def _distance(unsupported: dict[str, str]) -> tuple[bool, bool, int]:
     """Return the distance between the model and a family that loses these fields."""
     # A family without experts loses only num_experts, and the fields that depend on it are not counted.
-    return _NOT_AT_ALL in lost, "model.num_experts" in lost, len(lost)
+    return _NOT_AT_ALL in unsupported, "model.num_experts" in unsupported, len(unsupported)
 
 
-def lost_fields(family: Family, config: ModelFields) -> dict[str, str]:
+def unsupported_fields(family: Family, config: ModelFields) -> dict[str, str]:
     """Return the fields that the family's config.json reads back differently: name -> original and new value."""
     # Writing and reading back finds all losses without a list of what a family supports.
     try:
-        back = ModelFields(**config_from_hf(_written(family, config), mtp=True))
-        check_model(back)
+        reread = ModelFields(**config_from_hf(_write_config(family, config), mtp=True))
+        check_model(reread)
     except ConfigError as error:
         return {_NOT_AT_ALL: str(error)}
-    meant, read = effective(config), effective(back)
+    expected, actual = canonical_fields(config), canonical_fields(reread)
     # A field in only one of them depends on another field, which differs too.
     return {
-        f"model.{name}": f"{meant[name]!r} (it would become {read[name]!r})"
-        for name in meant
-        if name in read and meant[name] != read[name]
+        f"model.{name}": f"{expected[name]!r} (it would become {actual[name]!r})"
+        for name in expected
+        if name in actual and expected[name] != actual[name]
     }
 
 
-def left_behind(config: ModelFields, hf: dict[str, Any]) -> dict[str, Any]:
+def dropped_training_fields(config: ModelFields, hf: dict[str, Any]) -> dict[str, Any]:
     """Return training settings that this config.json does not have: name -> value. Defaults are not listed."""
     written = config_from_hf(hf)
-    lost: dict[str, Any] = {}
+    dropped: dict[str, Any] = {}
     # A reader of the folder has weights already, so the initial embedding scale is of no use there.
     for name in sorted(names_of_role("training") - {"embedding_std"}):
         value, default = getattr(config, name), getattr(ModelFields(), name)
         if value not in (written.get(name, default), default):
-            lost[name] = value
-    return lost
+            dropped[name] = value
+    return dropped
 
 
-def effective(config: ModelFields) -> dict[str, Any]:
+def canonical_fields(config: ModelFields) -> dict[str, Any]:
     """Return the fields that determine the weights' function, in a canonical form.
 
-    Fields for training only are left out; ``left_behind`` returns them.
+    Fields for training only are left out; ``dropped_training_fields`` returns them.
     """
-    values = {f.name: getattr(config, f.name) for f in fields(ModelFields) if f.name not in _idle(config)}
+    values = {f.name: getattr(config, f.name) for f in fields(ModelFields) if f.name not in _unused_fields(config)}
     # Layer by layer: ("full", "window") over four layers equals naming all four.
     every = range(config.num_layers)
     values["layers"] = tuple(config.layer_kind(layer) for layer in every)
@@ -166,8 +166,8 @@ def effective(config: ModelFields) -> dict[str, Any]:
     values |= {"delta_key_dim": sizes.key_dim, "delta_value_dim": sizes.value_dim}
     if config.position == "rope":
         values["rope_layers"] = tuple(config.has_rope(layer) for layer in every)
-        ropes = [config.rope_of(layer) for layer in every if config.has_rope(layer)]
-        values["rope"] = [effective_rope(rope, config.rotary_size) for rope in ropes]
+        rope_per_layer = [config.rope_of(layer) for layer in every if config.has_rope(layer)]
+        values["rope"] = [effective_rope(rope, config.rotary_size) for rope in rope_per_layer]
         # A rope shared by all layers is stored once, so that a family with a single rope can express it.
         if all(rope == values["rope"][0] for rope in values["rope"]):
             values["rope"] = values["rope"][:1]
@@ -177,30 +177,30 @@ def effective(config: ModelFields) -> dict[str, Any]:
     return values
 
 
-def _idle(config: ModelFields) -> frozenset[str]:
+def _unused_fields(config: ModelFields) -> frozenset[str]:
     """Return the fields that a model with this config does not use."""
-    idle = set(names_of_role("training"))
+    unused = set(names_of_role("training"))
     if not config.num_experts:
-        idle |= names_of_role("experts")
+        unused |= names_of_role("experts")
     elif len(config.dense_layers) < config.num_layers:
         if not config.dense_layers:
-            idle |= {"ffn_size", "ffn_bias"}
+            unused |= {"ffn_size", "ffn_bias"}
         if not config.shared_ffn_size:
-            idle.add("shared_gate")
+            unused.add("shared_gate")
     if config.norm == "layernorm":
-        idle.add("norm_offset")
+        unused.add("norm_offset")
     if config.position != "learned":
-        idle.add("max_positions")
+        unused.add("max_positions")
     if config.position != "t5":
-        idle |= {"relative_buckets", "relative_max_distance"}
+        unused |= {"relative_buckets", "relative_max_distance"}
     if config.position != "rope":
-        idle |= {"rope", "rope_layers"}
-    # ``effective`` includes it in each layer's rope.
-    idle.add("local_rope_theta")
-    return frozenset(idle)
+        unused |= {"rope", "rope_layers"}
+    # ``canonical_fields`` includes it in each layer's rope.
+    unused.add("local_rope_theta")
+    return frozenset(unused)
 
 
-def _written(family: Family, config: ModelFields) -> dict[str, Any]:
+def _write_config(family: Family, config: ModelFields) -> dict[str, Any]:
     """Return the family's config.json for this config, even if it cannot express every field."""
     hf: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
     for rule in family.rules:
@@ -208,7 +208,7 @@ def _written(family: Family, config: ModelFields) -> dict[str, Any]:
     return hf
 
 
-def _family_named(model_type: Any) -> Family:
+def _get_family(model_type: Any) -> Family:
     """Return the family for a model_type; raise ConfigError if this decoder does not support it."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]

@@ -6,9 +6,7 @@ from typing import Any
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
-from longctx.families.layers import first_dense, full_attention
-from longctx.families.rotary import rotary
-from longctx.families.rules import (
+from longctx.families.config_rules import (
     REQUIRED,
     both_biases,
     constant,
@@ -21,18 +19,20 @@ from longctx.families.rules import (
     same,
     width_of_heads,
 )
-from longctx.families.spec import PER_EXPERT, Family, HfConfig, MtpOnDisk, Rule, renamed
-from longctx.untrusted.reading import shown
+from longctx.families.layer_rules import first_dense, full_attention
+from longctx.families.rope_rules import rotary
+from longctx.families.spec import PER_EXPERT, ConfigRule, Family, HfConfig, MtpStorage, block_tensor
+from longctx.untrusted.strict_json import shown
 
 # Multi-token prediction blocks follow V3's layers on disk. They are trained if requested; otherwise they are kept from
 # import to export.
-MTP = MtpOnDisk(
+MTP = MtpStorage(
     key="num_nextn_predict_layers",
     copies=("model.layers.{layer}.embed_tokens.weight", "model.layers.{layer}.shared_head.head.weight"),
 )
 
 
-def _head_sizes() -> Rule:
+def _head_sizes() -> ConfigRule:
     """Return the rule for channels without and with rotary positions, which give ``head_dim`` and ``qk_head_dim``."""
     plain, rotary_key = "qk_nope_head_dim", "qk_rope_head_dim"
 
@@ -50,10 +50,10 @@ def _head_sizes() -> Rule:
     def write(config: ModelFields) -> dict[str, Any]:
         return {plain: config.head_dim - config.rope_head_dim, rotary_key: config.rope_head_dim}
 
-    return Rule(keys=(plain, rotary_key, "head_dim", "qk_head_dim"), read=read, write=write)
+    return ConfigRule(keys=(plain, rotary_key, "head_dim", "qk_head_dim"), read=read, write=write)
 
 
-VALUE_SIZE = Rule(
+VALUE_SIZE = ConfigRule(
     keys=("v_head_dim",),
     read=lambda hf: {"value_head_dim": integer(hf, "v_head_dim")},
     write=lambda config: {"v_head_dim": config.value_dim},
@@ -61,7 +61,7 @@ VALUE_SIZE = Rule(
 """Value channels per head."""
 
 
-def shared_experts(*keys: str, default: Any = REQUIRED) -> Rule:
+def shared_experts(*keys: str, default: Any = REQUIRED) -> ConfigRule:
     """Return the rule for shared experts, merged into one with their total width.
 
     There is at least one, because transformers always has them. The first of ``keys`` is written; ``default`` is their
@@ -76,10 +76,10 @@ def shared_experts(*keys: str, default: Any = REQUIRED) -> Rule:
         # Shared experts see the same tokens, so several equal one with their total width.
         return {"shared_ffn_size": count * integer(hf, "moe_intermediate_size"), "shared_gate": False}
 
-    return Rule(keys=keys, read=read, write=lambda c: {keys[0]: c.shared_ffn_size // c.expert_ffn_size})
+    return ConfigRule(keys=keys, read=read, write=lambda c: {keys[0]: c.shared_ffn_size // c.expert_ffn_size})
 
 
-def _groups_by_method() -> Rule:
+def _groups_by_method() -> ConfigRule:
     """Return the rule for V2, in which ``topk_method`` enables or disables groups."""
     keys = ("topk_method", "n_group", "topk_group")
 
@@ -99,10 +99,10 @@ def _groups_by_method() -> Rule:
         sizes = {"n_group": config.expert_groups, "topk_group": config.groups_per_token}
         return {"topk_method": "group_limited_greedy"} | sizes
 
-    return Rule(keys=keys, read=read, write=write)
+    return ConfigRule(keys=keys, read=read, write=write)
 
 
-def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
+def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[ConfigRule, ...]:
     """Return the rules shared by V2 and V3."""
     return llama_like(
         kv_heads(default_is_heads=True),
@@ -130,9 +130,9 @@ def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
 
 SHARED_EXPERTS = (
     *PER_EXPERT,
-    renamed("mlp.shared_expert.gate_proj.weight", "mlp.shared_experts.gate_proj.weight"),
-    renamed("mlp.shared_expert.up_proj.weight", "mlp.shared_experts.up_proj.weight"),
-    renamed("mlp.shared_expert.down_proj.weight", "mlp.shared_experts.down_proj.weight"),
+    block_tensor("mlp.shared_expert.gate_proj.weight", "mlp.shared_experts.gate_proj.weight"),
+    block_tensor("mlp.shared_expert.up_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    block_tensor("mlp.shared_expert.down_proj.weight", "mlp.shared_experts.down_proj.weight"),
 )
 # Loss reporting, and the number of ranks over which DeepSeek's own code spreads experts.
 _KEYS = frozenset({"output_router_logits", "seq_aux", "ep_size"})
@@ -173,5 +173,5 @@ DEEPSEEK_V3 = Family(
     tensors=SHARED_EXPERTS + MTP.tensors(),
     ignored_keys=_KEYS,
     mtp=MTP,
-    carried_keys=(MTP.key,),
+    passthrough_keys=(MTP.key,),
 )

@@ -6,10 +6,7 @@ from typing import Any
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
-from longctx.families.layers import every_nth_full, every_other, windows
-from longctx.families.llama import DENSE
-from longctx.families.rotary import global_and_local_rotary, rotary
-from longctx.families.rules import (
+from longctx.families.config_rules import (
     GATED_ACTIVATIONS,
     SIZES,
     UNUSED,
@@ -24,10 +21,13 @@ from longctx.families.rules import (
     translated,
     width_of_heads,
 )
-from longctx.families.spec import Family, HfConfig, Rule
+from longctx.families.layer_rules import every_nth_full, every_other, windows
+from longctx.families.llama import DENSE
+from longctx.families.rope_rules import global_and_local_rotary, rotary
+from longctx.families.spec import ConfigRule, Family, HfConfig
 
 
-def _query_scale() -> Rule:
+def _query_scale() -> ConfigRule:
     """Return the rule for scores divided by the square root of ``query_pre_attn_scalar``."""
     key = "query_pre_attn_scalar"
 
@@ -41,10 +41,10 @@ def _query_scale() -> Rule:
         # An integer in transformers: any other scale reads back differently, so the loss is detected.
         return {key: round((config.attention_scale or config.head_dim**-0.5) ** -2)}
 
-    return Rule(keys=(key,), read=read, write=write)
+    return ConfigRule(keys=(key,), read=read, write=write)
 
 
-def _gemma(family: str, *, attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, ...]:
+def _gemma(family: str, *, attention_cap: float | None, logit_cap: float | None) -> tuple[ConfigRule, ...]:
     """Return the rules shared by Gemma 2 and 3."""
     return (
         *SIZES,
@@ -57,7 +57,7 @@ def _gemma(family: str, *, attention_cap: float | None, logit_cap: float | None)
         head_dim(256),
         _query_scale(),
         # Fixed as well: embeddings are multiplied by the square root of the width.
-        Rule(read=lambda hf: {"embedding_scale": integer(hf, "hidden_size") ** 0.5}),
+        ConfigRule(read=lambda hf: {"embedding_scale": integer(hf, "hidden_size") ** 0.5}),
         same("rms_norm_eps", "norm_eps", default=1e-6),
         same("tie_word_embeddings", "tie_embeddings", default=True),
         translated("hidden_activation", "activation", _ACTIVATIONS, default="gelu_pytorch_tanh"),

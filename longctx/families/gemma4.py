@@ -11,9 +11,7 @@ from typing import Any
 from longctx.architecture.fields import ModelFields
 from longctx.architecture.rope import Rope
 from longctx.errors import ConfigError
-from longctx.families.layers import FULL, WINDOW, windows
-from longctx.families.llama import DENSE
-from longctx.families.rules import (
+from longctx.families.config_rules import (
     GATED_ACTIVATIONS,
     ONE_STACK,
     SIZES,
@@ -29,14 +27,16 @@ from longctx.families.rules import (
     translated,
     typed,
 )
-from longctx.families.spec import Family, HfConfig, Rule
-from longctx.untrusted.reading import shown
+from longctx.families.layer_rules import FULL, WINDOW, windows
+from longctx.families.llama import DENSE
+from longctx.families.spec import ConfigRule, Family, HfConfig
+from longctx.untrusted.strict_json import shown
 
 # Defaults in transformers' class.
 _PATTERN = 6
 _WINDOW = 512
 _HEADS = ("head_dim", "num_key_value_heads")
-_ROPES: dict[str, dict[str, Any]] = {
+_DEFAULT_ROPE_TABLES: dict[str, dict[str, Any]] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     WINDOW: {"rope_type": "default", "rope_theta": 1e4},
 }
@@ -53,22 +53,22 @@ def _kinds_of(hf: HfConfig) -> Any:
     return [*kinds[:-1], FULL] if isinstance(kinds, list) and kinds else kinds
 
 
-def _layers() -> Rule:
+def _layers() -> ConfigRule:
     """Return the rule for window layers and global layers."""
-    usual = windows(_WINDOW, _kinds)
+    window_rule = windows(_WINDOW, _kinds)
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        found = usual.read({**hf, "layer_types": _kinds_of(hf)})
+        found = window_rule.read({**hf, "layer_types": _kinds_of(hf)})
         return found | {"layers": tuple({"full": "global"}.get(kind, kind) for kind in found["layers"])}
 
     def write(config: ModelFields) -> dict[str, Any]:
         names = [WINDOW if config.layer_kind(layer) == "window" else FULL for layer in range(config.num_layers)]
         return {"sliding_window": config.window or _WINDOW, "layer_types": names}
 
-    return Rule(keys=usual.keys, read=read, write=write)
+    return ConfigRule(keys=window_rule.keys, read=read, write=write)
 
 
-def _global_heads() -> Rule:
+def _global_heads() -> ConfigRule:
     """Return the rule for global layers' heads, by original keys or by transformers' table with all layers."""
     size, count, shares, table = "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config"
 
@@ -79,7 +79,7 @@ def _global_heads() -> Rule:
         if shared and hf.get(count) is not None:
             heads = {**heads, "num_key_value_heads": integer(hf, count)}
         if table in hf:
-            heads = _agreed(hf[table] or {}, [layer for layer, kind in enumerate(_kinds_of(hf)) if kind == FULL])
+            heads = _common_entry(hf[table] or {}, [layer for layer, kind in enumerate(_kinds_of(hf)) if kind == FULL])
             if "num_key_value_heads" in heads and not shared:
                 raise ConfigError(
                     f"{table}={shown(hf[table])} in config.json has key heads of its own, which is supported with "
@@ -95,10 +95,10 @@ def _global_heads() -> Rule:
             shares: config.global_shared_values,
         }
 
-    return Rule(keys=(size, count, shares, table), read=read, write=write)
+    return ConfigRule(keys=(size, count, shares, table), read=read, write=write)
 
 
-def _agreed(table: Any, layers: Sequence[int]) -> Mapping[str, Any]:
+def _common_entry(table: Any, layers: Sequence[int]) -> Mapping[str, Any]:
     """Return the table's common entry for these layers; raise ConfigError for different or unsupported entries.
 
     An empty table gives an empty entry.
@@ -108,9 +108,9 @@ def _agreed(table: Any, layers: Sequence[int]) -> Mapping[str, Any]:
     fits = all(isinstance(entry, dict) and set(entry) <= set(_HEADS) for entry in entries)
     if entries and fits:
         # transformers pads the layer numbers with zeros, so that they sort.
-        digits = len(str(max(layers, default=0)))
-        numbers = {str(key).zfill(digits) for key in table}
-        fits = numbers == {str(layer).zfill(digits) for layer in layers}
+        width = len(str(max(layers, default=0)))
+        numbers = {str(key).zfill(width) for key in table}
+        fits = numbers == {str(layer).zfill(width) for layer in layers}
         fits = fits and all(entry == entries[0] for entry in entries)
     if not fits:
         raise ConfigError(
@@ -120,19 +120,19 @@ def _agreed(table: Any, layers: Sequence[int]) -> Mapping[str, Any]:
     return entries[0] if entries else {}
 
 
-def _rotary() -> Rule:
+def _rotary() -> ConfigRule:
     """Return the rule for one table with a rope for global layers and a base for windows."""
     key = "rope_parameters"
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        tables = hf.get(key) or _ROPES
+        tables = hf.get(key) or _DEFAULT_ROPE_TABLES
         if not isinstance(tables, dict) or not set(tables) <= {FULL, WINDOW}:
             raise ConfigError(f"{key}={shown(tables)} in config.json must have the tables {FULL} and {WINDOW}.")
         found: dict[str, dict[str, Any]] = {}
-        for name, usual in _ROPES.items():
+        for name, default_table in _DEFAULT_ROPE_TABLES.items():
             # If absent, the class's own table, as in transformers.
-            table = tables.get(name) or usual
-            kinds = {"default", usual["rope_type"]}
+            table = tables.get(name) or default_table
+            kinds = {"default", default_table["rope_type"]}
             known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
             fits = isinstance(table, dict) and {"rope_type", "rope_theta"} <= set(table) <= known
             if not fits or table["rope_type"] not in sorted(kinds):
@@ -165,7 +165,7 @@ def _rotary() -> Rule:
         local = config.local_rope_theta or rope.theta
         return {key: {FULL: of_global, WINDOW: {"rope_type": "default", "rope_theta": local}}}
 
-    return Rule(keys=(key,), read=read, write=write)
+    return ConfigRule(keys=(key,), read=read, write=write)
 
 
 # The name in released files comes first, because the first name for a meaning is written.
@@ -181,7 +181,7 @@ _RULES = (
     _layers(),
     _rotary(),
     # Fixed in all Gemma models: embeddings are multiplied by the square root of the width.
-    Rule(read=lambda hf: {"embedding_scale": integer(hf, "hidden_size") ** 0.5}),
+    ConfigRule(read=lambda hf: {"embedding_scale": integer(hf, "hidden_size") ** 0.5}),
     same("rms_norm_eps", "norm_eps", default=1e-6),
     same("tie_word_embeddings", "tie_embeddings", default=True),
     translated("hidden_activation", "activation", _ACTIVATIONS, default="gelu_pytorch_tanh"),
@@ -194,7 +194,7 @@ _RULES = (
     # These would add unsupported parts to a layer: experts in addition to the FFN, embeddings per layer, other layers'
     # keys.
     only("enable_moe_block", False, written=False),
-    only("hidden_size_per_layer_input", 0, absent=256),
+    only("hidden_size_per_layer_input", 0, default=256),
     only("num_kv_shared_layers", 0, written=False),
 )
 
@@ -207,5 +207,5 @@ GEMMA4_TEXT = Family(
         {"vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size"}
         | {"expert_intermediate_size"}
     ),
-    carried_keys=("use_bidirectional_attention",),
+    passthrough_keys=("use_bidirectional_attention",),
 )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from longctx.architecture.fields import ModelFields
+from longctx.families.config_rules import constant, first_of, head_dim, kv_heads, llama_like, same, typed
 from longctx.families.deepseek import MTP, SHARED_EXPERTS, shared_experts
-from longctx.families.layers import first_dense, full_attention
-from longctx.families.rotary import rotary
-from longctx.families.rules import constant, first_of, head_dim, kv_heads, llama_like, same, typed
-from longctx.families.spec import Family, HfConfig, Rule
+from longctx.families.layer_rules import first_dense, full_attention
+from longctx.families.rope_rules import rotary
+from longctx.families.spec import ConfigRule, Family, HfConfig
 
 
-def _switched_norm() -> Rule:
+def _switched_norm() -> ConfigRule:
     """Return the rule for per-head query and key norms, controlled by a key."""
     key = "use_qk_norm"
 
@@ -24,7 +24,7 @@ def _switched_norm() -> Rule:
     def write(config: ModelFields) -> dict[str, Any]:
         return {key: config.qk_norm == "head"}
 
-    return Rule(keys=(key,), read=read, write=write)
+    return ConfigRule(keys=(key,), read=read, write=write)
 
 
 GLM4_MOE = Family(
@@ -55,5 +55,5 @@ GLM4_MOE = Family(
     tensors=SHARED_EXPERTS + MTP.tensors(),
     ignored_keys=frozenset({"output_router_logits"}),
     mtp=MTP,
-    carried_keys=(MTP.key,),
+    passthrough_keys=(MTP.key,),
 )

@@ -6,23 +6,23 @@ from typing import Any
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
-from longctx.families.llama import DENSE
-from longctx.families.rules import (
+from longctx.families.config_rules import (
     UNUSED,
     all_heads,
     constant,
     divided_head_dim,
     integer,
-    left_out_dropout,
     only,
     same,
     translated,
     typed,
+    unsupported_dropout,
 )
-from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorRule
+from longctx.families.llama import DENSE
+from longctx.families.spec import BLOCK, ConfigRule, Family, HfConfig, StorageLayout, TensorRule
 
 
-def _inner() -> Rule:
+def _inner() -> ConfigRule:
     """Return the rule for the FFN width; null means four times the model width."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -31,10 +31,10 @@ def _inner() -> Rule:
             return {"ffn_size": 4 * integer(hf, "n_embd")}
         return {"ffn_size": typed("n_inner", inner, "int")}
 
-    return Rule(keys=("n_inner",), read=read, write=lambda config: {"n_inner": config.ffn_size})
+    return ConfigRule(keys=("n_inner",), read=read, write=lambda config: {"n_inner": config.ffn_size})
 
 
-def _dropout() -> Rule:
+def _dropout() -> ConfigRule:
     """Return the rule for one dropout probability on embeddings and residuals."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _dropout() -> Rule:
     def write(config: ModelFields) -> dict[str, Any]:
         return {"resid_pdrop": config.residual_dropout, "embd_pdrop": config.residual_dropout}
 
-    return Rule(keys=("resid_pdrop", "embd_pdrop"), read=read, write=write)
+    return ConfigRule(keys=("resid_pdrop", "embd_pdrop"), read=read, write=write)
 
 
 def _read_context(hf: HfConfig) -> dict[str, Any]:
@@ -83,8 +83,8 @@ _COMMON = (
     divided_head_dim("n_embd", "n_head"),
     all_heads("n_embd", "n_head"),
     _dropout(),
-    left_out_dropout("attn_pdrop"),
-    Rule(keys=("n_ctx",), read=_read_context),
+    unsupported_dropout("attn_pdrop"),
+    ConfigRule(keys=("n_ctx",), read=_read_context),
 )
 
 _OF_OTHER_HEADS = frozenset(
@@ -105,36 +105,36 @@ _OF_OTHER_HEADS = frozenset(
 )
 
 
-def _renamed(ours: tuple[str, ...], theirs: str, *, steps: tuple[str, ...] = ()) -> TensorRule:
+def _gpt_tensor(ours: tuple[str, ...], hf_name: str, *, steps: tuple[str, ...] = ()) -> TensorRule:
     """Return the rule for GPT's name, with the full model's prefix, or without it as in old files."""
-    names = (f"transformer.{theirs}", theirs)
-    return TensorRule(parameters=ours, layouts=tuple(OnDisk(names=(name,), steps=steps) for name in names))
+    names = (f"transformer.{hf_name}", hf_name)
+    return TensorRule(parameters=ours, layouts=tuple(StorageLayout(names=(name,), steps=steps) for name in names))
 
 
-def _projection(*ours: str, theirs: str) -> tuple[TensorRule, ...]:
+def _projection(*ours: str, hf_name: str) -> tuple[TensorRule, ...]:
     """Return the rules for a weight, stored as [in, out], and its bias."""
     weights = tuple(f"{BLOCK}{name}.weight" for name in ours)
     biases = tuple(f"{BLOCK}{name}.bias" for name in ours)
     # GPT's Conv1D stores its weight as [in, out]; a bias has one axis.
     return (
-        _renamed(weights, f"h.{{layer}}.{theirs}.weight", steps=("transposed",)),
-        _renamed(biases, f"h.{{layer}}.{theirs}.bias"),
+        _gpt_tensor(weights, f"h.{{layer}}.{hf_name}.weight", steps=("transposed",)),
+        _gpt_tensor(biases, f"h.{{layer}}.{hf_name}.bias"),
     )
 
 
-def _norm(ours: str, theirs: str) -> tuple[TensorRule, ...]:
+def _norm(ours: str, hf_name: str) -> tuple[TensorRule, ...]:
     """Return the rules for a LayerNorm's weight and bias."""
     return (
-        _renamed((f"{ours}.weight",), f"{theirs}.weight"),
-        _renamed((f"{ours}.bias",), f"{theirs}.bias"),
+        _gpt_tensor((f"{ours}.weight",), f"{hf_name}.weight"),
+        _gpt_tensor((f"{ours}.bias",), f"{hf_name}.bias"),
     )
 
 
 def _block_tensors(first_norm: str, second_norm: str) -> tuple[TensorRule, ...]:
     """Return the rules for a block's tensors; the arguments are our norm names for ln_1 and ln_2."""
-    attention = _projection("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", theirs="attn.c_attn")
-    attention += _projection("self_attn.o_proj", theirs="attn.c_proj")
-    ffn = _projection("mlp.up_proj", theirs="mlp.c_fc") + _projection("mlp.down_proj", theirs="mlp.c_proj")
+    attention = _projection("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", hf_name="attn.c_attn")
+    attention += _projection("self_attn.o_proj", hf_name="attn.c_proj")
+    ffn = _projection("mlp.up_proj", hf_name="mlp.c_fc") + _projection("mlp.down_proj", hf_name="mlp.c_proj")
     norms = _norm(BLOCK + first_norm, "h.{layer}.ln_1") + _norm(BLOCK + second_norm, "h.{layer}.ln_2")
     return attention + ffn + norms
 
@@ -150,12 +150,12 @@ GPT1 = Family(
         # GPT-1 applies norms after each sum, GPT-2 before each sublayer.
         constant(norm_order="post"),
         # A different FFN width reads back as this one, so the loss is detected.
-        Rule(read=lambda hf: {"ffn_size": 4 * integer(hf, "n_embd")}),
+        ConfigRule(read=lambda hf: {"ffn_size": 4 * integer(hf, "n_embd")}),
         translated("afn", "activation", _ACTIVATIONS_1, default="gelu"),
     ),
     tensors=(
-        _renamed(("model.embed_tokens.weight",), "tokens_embed.weight"),
-        _renamed(("model.embed_positions.weight",), "positions_embed.weight"),
+        _gpt_tensor(("model.embed_tokens.weight",), "tokens_embed.weight"),
+        _gpt_tensor(("model.embed_positions.weight",), "positions_embed.weight"),
         *_block_tensors("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
     ignored_keys=_OF_OTHER_HEADS,
@@ -176,8 +176,8 @@ GPT2 = Family(
         only("add_cross_attention", False, written=False),
     ),
     tensors=(
-        _renamed(("model.embed_tokens.weight",), "wte.weight"),
-        _renamed(("model.embed_positions.weight",), "wpe.weight"),
+        _gpt_tensor(("model.embed_tokens.weight",), "wte.weight"),
+        _gpt_tensor(("model.embed_positions.weight",), "wpe.weight"),
         *_block_tensors("input_layernorm", "post_attention_layernorm"),
         *_norm("model.norm", "ln_f"),
     ),

@@ -5,10 +5,10 @@ Weights are bfloat16 (or any other plain dtype); the released files' 4-bit block
 
 from __future__ import annotations
 
-from longctx.families.layers import every_other, windows
-from longctx.families.rotary import rotary
-from longctx.families.rules import SIZES, UNUSED, both_biases, constant, head_dim, kv_heads, only, same
-from longctx.families.spec import MLP, Family, OnDisk, TensorRule, renamed
+from longctx.families.config_rules import SIZES, UNUSED, both_biases, constant, head_dim, kv_heads, only, same
+from longctx.families.layer_rules import every_other, windows
+from longctx.families.rope_rules import rotary
+from longctx.families.spec import MLP, Family, StorageLayout, TensorRule, block_tensor
 
 # transformers' default for a config.json without a rope: the released models' own.
 _ROPE = {
@@ -23,7 +23,7 @@ _ROPE = {
 
 def _reordered(name: str, *steps: str) -> TensorRule:
     """Return the rule for a parameter stored under its own name, in another order."""
-    return TensorRule(parameters=(MLP + name,), layouts=(OnDisk(names=(MLP + name,), steps=steps),))
+    return TensorRule(parameters=(MLP + name,), layouts=(StorageLayout(names=(MLP + name,), steps=steps),))
 
 
 GPT_OSS = Family(
@@ -51,9 +51,9 @@ GPT_OSS = Family(
         only("attention_dropout", 0.0, None),
     ),
     tensors=(
-        renamed("self_attn.sinks.weight", "self_attn.sinks"),
-        renamed("mlp.gate.weight", "mlp.router.weight"),
-        renamed("mlp.gate.bias", "mlp.router.bias"),
+        block_tensor("self_attn.sinks.weight", "self_attn.sinks"),
+        block_tensor("mlp.gate.weight", "mlp.router.weight"),
+        block_tensor("mlp.gate.bias", "mlp.router.bias"),
         _reordered("experts.gate_up_proj", "alternating", "transposed"),
         _reordered("experts.gate_up_proj_bias", "alternating"),
         _reordered("experts.down_proj", "transposed"),

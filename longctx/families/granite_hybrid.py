@@ -8,12 +8,12 @@ from typing import Any
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
-from longctx.families.layers import FULL, LINEAR, shortest
+from longctx.families.config_rules import both_biases, integer, kv_heads, layer_count, llama_like, only, same
+from longctx.families.layer_rules import FULL, LINEAR, shortest
 from longctx.families.llama import GRANITE_FACTORS
-from longctx.families.rotary import rotary
-from longctx.families.rules import both_biases, integer, kv_heads, layer_count, llama_like, only, same
-from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorRule, renamed, tensor
-from longctx.untrusted.reading import shown
+from longctx.families.rope_rules import rotary
+from longctx.families.spec import BLOCK, ConfigRule, Family, HfConfig, StorageLayout, TensorRule, block_tensor, tensor
+from longctx.untrusted.strict_json import shown
 
 _MAKERS = {"mamba": LINEAR, "attention": FULL}
 """The makers' names for layer kinds."""
@@ -25,7 +25,7 @@ _SIZES = {
 }
 
 
-def _layers() -> Rule:
+def _layers() -> ConfigRule:
     """Return the rule for the Mamba-2 layers and their sizes."""
     kinds_keys = ("layer_types", "layers_block_type")
     head, expand = "mamba_d_head", "mamba_expand"
@@ -42,7 +42,7 @@ def _layers() -> Rule:
         found: dict[str, Any] = {"layers": tuple({FULL: "full", LINEAR: "mamba2"}[kind] for kind in shortest(kinds))}
         if LINEAR not in kinds:
             return found
-        found |= {ours: integer(hf, key, usual) for key, (ours, usual) in _SIZES.items()}
+        found |= {ours: integer(hf, key, default) for key, (ours, default) in _SIZES.items()}
         heads, values = found["delta_value_heads"], integer(hf, expand, 2) * integer(hf, "hidden_size")
         # transformers also divides if the key is missing.
         if hf.get(head, "auto") == "auto":
@@ -61,10 +61,10 @@ def _layers() -> Rule:
         written: dict[str, Any] = dict(zip(_SIZES, (K, H, D, conv), strict=True))
         return {"layer_types": names, **written, head: V, expand: H * V // config.hidden_size}
 
-    return Rule(keys=(*kinds_keys, *_SIZES, head, expand), read=read, write=write)
+    return ConfigRule(keys=(*kinds_keys, *_SIZES, head, expand), read=read, write=write)
 
 
-def _positions() -> Rule:
+def _positions() -> ConfigRule:
     """Return the rule for rotary positions, or for no positions if the config does not request them."""
     rope, key = rotary(), "position_embedding_type"
 
@@ -80,10 +80,10 @@ def _positions() -> Rule:
             return {key: "nope"}
         return {key: "rope", **rope.write(config)}
 
-    return Rule(keys=(key, *rope.keys), read=read, write=write)
+    return ConfigRule(keys=(key, *rope.keys), read=read, write=write)
 
 
-def _ffn() -> Rule:
+def _ffn() -> ConfigRule:
     """Return the rule for routed experts with a shared one; without routed ones, the shared one is the FFN."""
     keys = ("num_local_experts", "num_experts_per_tok", "intermediate_size", "shared_intermediate_size")
 
@@ -107,10 +107,10 @@ def _ffn() -> Rule:
         sizes = config.num_experts, config.experts_per_token, config.expert_ffn_size, config.shared_ffn_size
         return dict(zip(keys, sizes, strict=True))
 
-    return Rule(keys=keys, read=read, write=write)
+    return ConfigRule(keys=keys, read=read, write=write)
 
 
-def _step_limit() -> Rule:
+def _step_limit() -> ConfigRule:
     """Return the rule for limits on dt, which are not supported."""
     key = "time_step_limit"
 
@@ -122,7 +122,7 @@ def _step_limit() -> Rule:
             raise ConfigError(f"{key}={shown(given)} in config.json is not supported; supported: no limit.")
         return {}
 
-    return Rule(keys=(key,), read=read)
+    return ConfigRule(keys=(key,), read=read)
 
 
 def _projection_rows(config: ModelFields) -> Sequence[int]:
@@ -151,7 +151,7 @@ def _of_mamba(name: str, *members: str, rows: Any = None) -> TensorRule:
     """Return the rule for a Mamba-2 layer's parameters that are one tensor on disk."""
     return TensorRule(
         parameters=tuple(f"{BLOCK}self_attn.{member}.weight" for member in members),
-        layouts=(OnDisk(names=(f"{BLOCK}mamba.{name}",), rows=rows),),
+        layouts=(StorageLayout(names=(f"{BLOCK}mamba.{name}",), rows=rows),),
     )
 
 
@@ -163,13 +163,13 @@ def _is_dense(config: ModelFields) -> bool:
     return not config.num_experts
 
 
-def _of_shared(place: str, holds: Any) -> tuple[TensorRule, ...]:
+def _of_shared(place: str, condition: Any) -> tuple[TensorRule, ...]:
     """Return the rules for the FFN that all tokens use; its gate and up projections are one tensor on disk."""
     both = tuple(f"{BLOCK}{place}.{part}_proj.weight" for part in ("gate", "up"))
-    joined = OnDisk(names=(f"{BLOCK}shared_mlp.input_linear.weight",))
+    joined = StorageLayout(names=(f"{BLOCK}shared_mlp.input_linear.weight",))
     return (
-        TensorRule(parameters=both, layouts=(joined,), holds=holds),
-        tensor(f"{BLOCK}{place}.down_proj.weight", f"{BLOCK}shared_mlp.output_linear.weight", holds=holds),
+        TensorRule(parameters=both, layouts=(joined,), condition=condition),
+        tensor(f"{BLOCK}{place}.down_proj.weight", f"{BLOCK}shared_mlp.output_linear.weight", condition=condition),
     )
 
 
@@ -200,13 +200,15 @@ GRANITE_HYBRID = Family(
         _of_mamba("out_proj.weight", "out_proj"),
         *_of_shared("mlp", _is_dense),
         *_of_shared("mlp.shared_expert", _has_routed),
-        renamed("mlp.gate.weight", "block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
-        renamed(
+        block_tensor("mlp.gate.weight", "block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
+        block_tensor(
             "mlp.experts.gate_up_proj",
             "block_sparse_moe.input_linear.weight",
             "block_sparse_moe.experts.gate_up_proj",
         ),
-        renamed("mlp.experts.down_proj", "block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
+        block_tensor(
+            "mlp.experts.down_proj", "block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"
+        ),
     ),
     # Chunked computation, and weight initialisation.
     ignored_keys=frozenset({"mamba_chunk_size", "init_method", "output_router_logits"}),

@@ -6,9 +6,7 @@ from typing import Any
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
-from longctx.families.deepseek import MTP, VALUE_SIZE, shared_experts
-from longctx.families.layers import FULL, LINEAR, first_dense, shortest
-from longctx.families.rules import (
+from longctx.families.config_rules import (
     both_biases,
     constant,
     integer,
@@ -19,8 +17,19 @@ from longctx.families.rules import (
     optional,
     same,
 )
-from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorRule, per_expert, renamed
-from longctx.untrusted.reading import shown
+from longctx.families.deepseek import MTP, VALUE_SIZE, shared_experts
+from longctx.families.layer_rules import FULL, LINEAR, first_dense, shortest
+from longctx.families.spec import (
+    BLOCK,
+    ConfigRule,
+    Family,
+    HfConfig,
+    StorageLayout,
+    TensorRule,
+    block_tensor,
+    per_expert,
+)
+from longctx.untrusted.strict_json import shown
 
 _EXPERT = "block_sparse_moe.experts.{expert}."
 _DELTA = "linear_attn_config"
@@ -32,7 +41,7 @@ _SIZES = {
 """transformers' size keys, and the makers' keys in a table of their own."""
 
 
-def _delta_layers() -> Rule:
+def _delta_layers() -> ConfigRule:
     """Return the rule for Kimi Delta Attention layers and their sizes.
 
     Sizes come from the original table, or from transformers' keys for entries that it lacks.
@@ -53,8 +62,8 @@ def _delta_layers() -> Rule:
         # A model without such layers needs no sizes.
         if LINEAR in kinds:
             heads, width, conv = (
-                integer(table, theirs) if theirs in table else integer(hf, ours, usual)
-                for (ours, theirs), usual in zip(_SIZES.items(), (32, 128, 4), strict=True)
+                integer(table, makers_key) if makers_key in table else integer(hf, ours, default)
+                for (ours, makers_key), default in zip(_SIZES.items(), (32, 128, 4), strict=True)
             )
             found |= {"delta_key_heads": heads, "delta_key_dim": width, "delta_conv": conv}
         return found
@@ -65,7 +74,7 @@ def _delta_layers() -> Rule:
         values = (sizes.key_heads, sizes.key_dim, sizes.conv)
         return {"layer_types": names} | dict(zip(_SIZES, values, strict=True))
 
-    return Rule(keys=("layer_types", _DELTA, *_SIZES), read=read, write=write)
+    return ConfigRule(keys=("layer_types", _DELTA, *_SIZES), read=read, write=write)
 
 
 def _by_table(table: dict[str, Any], count: int) -> list[str]:
@@ -86,7 +95,7 @@ def _by_table(table: dict[str, Any], count: int) -> list[str]:
     return kinds
 
 
-def _dense_layers() -> Rule:
+def _dense_layers() -> ConfigRule:
     """Return the rule for dense layers: by name, or the first ``first_k_dense_replace``."""
     by_number, key = first_dense(1), "mlp_layer_types"
 
@@ -103,20 +112,20 @@ def _dense_layers() -> Rule:
     def write(config: ModelFields) -> dict[str, Any]:
         return {key: ["sparse" if config.has_experts(n) else "dense" for n in range(config.num_layers)]}
 
-    return Rule(keys=(key, *by_number.keys), read=read, write=write)
+    return ConfigRule(keys=(key, *by_number.keys), read=read, write=write)
 
 
-def _head_sizes() -> Rule:
+def _head_sizes() -> ConfigRule:
     """Return the rule for a head's own and shared channels; ``head_dim`` in released files is ignored."""
     own, shared = "qk_nope_head_dim", "qk_rope_head_dim"
-    return Rule(
+    return ConfigRule(
         keys=(own, shared, "head_dim", "qk_head_dim"),
         read=lambda hf: {"head_dim": integer(hf, own) + integer(hf, shared), "rope_head_dim": integer(hf, shared)},
         write=lambda config: {own: config.head_dim - config.rope_head_dim, shared: config.rope_head_dim},
     )
 
 
-def _of_layer(ours: str, *layouts: OnDisk) -> TensorRule:
+def _of_layer(ours: str, *layouts: StorageLayout) -> TensorRule:
     """Return the rule for a parameter in each block."""
     return TensorRule(parameters=(BLOCK + ours,), layouts=layouts)
 
@@ -125,18 +134,18 @@ def _experts_side(ours: str, *, makers: str = "block_sparse_moe") -> TensorRule:
     """Return the rule for a parameter in ``mlp``, which is ``block_sparse_moe`` in layers with experts."""
     # transformers writes block_sparse_moe in all layers.
     other = {"mlp": "block_sparse_moe", "block_sparse_moe": "mlp"}[makers]
-    return renamed(f"mlp.{ours}", f"{makers}.{ours}", f"{other}.{ours}")
+    return block_tensor(f"mlp.{ours}", f"{makers}.{ours}", f"{other}.{ours}")
 
 
-def _forget_gate(name: str) -> TensorRule:
+def _decay_factor(name: str) -> TensorRule:
     """Return the rule for a low-rank factor of the decay projection, which is in a separate module in transformers."""
-    return renamed(f"self_attn.{name}.weight", f"self_attn.{name}.weight", f"self_attn.forget_gate.{name}.weight")
+    return block_tensor(f"self_attn.{name}.weight", f"self_attn.{name}.weight", f"self_attn.forget_gate.{name}.weight")
 
 
 def _shared_expert(part: str) -> TensorRule:
     """Return the rule for a shared-expert matrix."""
-    makers, theirs = (f"{folder}.shared_experts.{part}.weight" for folder in ("block_sparse_moe", "mlp"))
-    return renamed(f"mlp.shared_expert.{part}.weight", makers, theirs)
+    makers, hf_name = (f"{folder}.shared_experts.{part}.weight" for folder in ("block_sparse_moe", "mlp"))
+    return block_tensor(f"mlp.shared_expert.{part}.weight", makers, hf_name)
 
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -174,18 +183,18 @@ _TENSORS = (
     _of_layer(
         # Three tensors in the original files, one in transformers' module.
         "self_attn.conv1d.weight",
-        OnDisk(names=tuple(f"{BLOCK}self_attn.{part}_conv1d.weight" for part in "qkv")),
-        OnDisk(names=(f"{BLOCK}self_attn.conv1d.weight",)),
+        StorageLayout(names=tuple(f"{BLOCK}self_attn.{part}_conv1d.weight" for part in "qkv")),
+        StorageLayout(names=(f"{BLOCK}self_attn.conv1d.weight",)),
     ),
     # Names in the original files, then in transformers' modules.
     _of_layer(
         "self_attn.A_log.weight",
-        OnDisk(names=(f"{BLOCK}self_attn.A_log",), steps=("per_head",)),
-        OnDisk(names=(f"{BLOCK}self_attn.forget_gate.A_log",), steps=("per_head",)),
+        StorageLayout(names=(f"{BLOCK}self_attn.A_log",), steps=("per_head",)),
+        StorageLayout(names=(f"{BLOCK}self_attn.forget_gate.A_log",), steps=("per_head",)),
     ),
-    renamed("self_attn.dt_bias.weight", "self_attn.dt_bias", "self_attn.forget_gate.dt_bias"),
-    _forget_gate("f_a_proj"),
-    _forget_gate("f_b_proj"),
+    block_tensor("self_attn.dt_bias.weight", "self_attn.dt_bias", "self_attn.forget_gate.dt_bias"),
+    _decay_factor("f_a_proj"),
+    _decay_factor("f_b_proj"),
     _experts_side("gate.weight"),
     _experts_side("gate.e_score_correction_bias"),
 )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from longctx.untrusted.reading import printable
+from longctx.untrusted.strict_json import printable
 
 _ANY: tuple[Any, ...] = ()
 # A key is listed only if transformers 5.24 computes the same logits with it and without, in every family here
@@ -64,32 +64,32 @@ def leftover_keys(config: Mapping[str, Any], known: frozenset[str]) -> dict[str,
     """Return a config.json's skipped keys, with their values; ``known`` keys are read."""
     found = {key: value for key, value in config.items() if key not in known and is_leftover(key, value)}
     for table in _TABLES:
-        for where, key, value in _in_table(table, config.get(table)):
-            found[f"{where}.{key}"] = value
+        for path, key, value in _in_table(table, config.get(table)):
+            found[f"{path}.{key}"] = value
     return found
 
 
 def how_to_delete(keys: Sequence[str]) -> str:
     """Return a hint about unknown keys in config.json or its tables, with a command to run in the folder."""
-    advice = "If they change the model, it is not supported. If they do not, delete them from config.json"
+    hint = "If they change the model, it is not supported. If they do not, delete them from config.json"
     # The keys are untrusted: the command must not contain characters that a shell or Python interprets, nor fill a
     # screen.
     if len(keys) > _MOST_DELETED or not all(_PLAIN.fullmatch(key) for key in keys):
-        return f"{advice}."
+        return f"{hint}."
     return (
-        f"{advice}, here from wherever they stand in it:\n"
+        f"{hint}, here from wherever they stand in it:\n"
         "  python -c 'import json; drop = lambda v: {k: drop(v[k]) for k in v if k not in "
         f'"{" ".join(keys)}".split()}} if isinstance(v, dict) else v; c = drop(json.load(open("config.json"))); '
         'json.dump(c, open("config.json", "w"), indent=2)\''
     )
 
 
-def _in_table(where: str, table: Any) -> Iterator[tuple[str, str, Any]]:
+def _in_table(path: str, table: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield path, key and value of each such key in a rope table, or in a nested one (Gemma 3)."""
     if not isinstance(table, dict):
         return
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _in_table(f"{where}.{printable(key)}", value)
+            yield from _in_table(f"{path}.{printable(key)}", value)
         elif key in IN_ROPE_TABLES:
-            yield where, key, value
+            yield path, key, value

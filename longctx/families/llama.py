@@ -6,9 +6,7 @@ from typing import Any
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
-from longctx.families.layers import full_attention, one_window, rotary_layers
-from longctx.families.rotary import rotary
-from longctx.families.rules import (
+from longctx.families.config_rules import (
     both_biases,
     constant,
     divided_head_dim,
@@ -21,7 +19,9 @@ from longctx.families.rules import (
     typed,
     width_of_heads,
 )
-from longctx.families.spec import Family, HfConfig, Rule
+from longctx.families.layer_rules import full_attention, one_window, rotary_layers
+from longctx.families.rope_rules import rotary
+from longctx.families.spec import ConfigRule, Family, HfConfig
 
 # Dense families have no key for experts.
 DENSE = constant(num_experts=0)
@@ -45,7 +45,7 @@ _LLAMA = (
 LLAMA = Family(model_type="llama", architecture="LlamaForCausalLM", rules=llama_like() + _SHARED + _LLAMA)
 
 
-def _mistral(rope: Rule, *, window: int | None) -> tuple[Rule, ...]:
+def _mistral(rope: ConfigRule, *, window: int | None) -> tuple[ConfigRule, ...]:
     """Return the rules shared by Mistral and Ministral 3."""
     return llama_like(
         DENSE,
@@ -94,7 +94,7 @@ SMOLLM3 = Family(
 )
 
 
-def _divided(key: str, name: str) -> Rule:
+def _divided(key: str, name: str) -> ConfigRule:
     """Return the rule for a key that is the inverse of our factor."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -103,17 +103,17 @@ def _divided(key: str, name: str) -> Rule:
             raise ConfigError(f"{key}={value} in config.json must be above 0.")
         return {name: 1 / value}
 
-    return Rule(keys=(key,), read=read, write=lambda config: {key: 1 / getattr(config, name)})
+    return ConfigRule(keys=(key,), read=read, write=lambda config: {key: 1 / getattr(config, name)})
 
 
-def _score_factor() -> Rule:
+def _score_factor() -> ConfigRule:
     """Return the rule for the score scale."""
     key = "attention_multiplier"
 
     def write(config: ModelFields) -> dict[str, Any]:
         return {key: config.attention_scale or config.head_dim**-0.5}
 
-    return Rule(
+    return ConfigRule(
         keys=(key,), read=lambda hf: {"attention_scale": typed(key, first_of(hf, (key,), 1.0), "float")}, write=write
     )
 

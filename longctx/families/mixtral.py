@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from longctx.families.layers import full_attention, one_window
-from longctx.families.rotary import rotary
-from longctx.families.rules import constant, head_dim, kv_heads, llama_like, only, same
-from longctx.families.spec import Family, per_expert, renamed
+from longctx.families.config_rules import constant, head_dim, kv_heads, llama_like, only, same
+from longctx.families.layer_rules import full_attention, one_window
+from longctx.families.rope_rules import rotary
+from longctx.families.spec import Family, block_tensor, per_expert
 
 _EXPERT = "block_sparse_moe.experts.{expert}."
 
@@ -27,7 +27,7 @@ MIXTRAL = Family(
         eps=1e-5,
     ),
     tensors=(
-        renamed("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        block_tensor("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight"),
         # w1 is the gate, w3 up and w2 down.
         *per_expert(_EXPERT + "w1.weight", _EXPERT + "w3.weight", _EXPERT + "w2.weight"),
     ),
@@ -57,8 +57,8 @@ MINIMAX_M2 = Family(
         only("shared_intermediate_size", 0, written=False),
     ),
     tensors=(
-        renamed("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight"),
-        renamed(
+        block_tensor("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        block_tensor(
             "mlp.gate.e_score_correction_bias",
             "block_sparse_moe.e_score_correction_bias",
             "mlp.e_score_correction_bias",

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from longctx.architecture.fields import ModelFields
-from longctx.families.layers import delta_layers, every_nth_full, full_attention, windows
+from longctx.families.config_rules import both_biases, constant, divided_head_dim, integer, kv_heads, llama_like, same
+from longctx.families.layer_rules import delta_layers, every_nth_full, full_attention, windows
 from longctx.families.llama import DENSE
-from longctx.families.rotary import global_and_local_rotary, rotary
-from longctx.families.rules import both_biases, constant, divided_head_dim, integer, kv_heads, llama_like, same
-from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorRule, renamed
+from longctx.families.rope_rules import global_and_local_rotary, rotary
+from longctx.families.spec import BLOCK, ConfigRule, Family, HfConfig, StorageLayout, TensorRule, block_tensor
 
 # The norms keep their names from transformers' Llama, but come after the sublayer instead of before it.
 _OLMO = llama_like(
@@ -35,7 +35,7 @@ _WINDOWS = (
 OLMO2 = Family(model_type="olmo2", architecture="Olmo2ForCausalLM", rules=_OLMO + _FULL)
 
 
-def _hybrid_sizes() -> Rule:
+def _hybrid_sizes() -> ConfigRule:
     """Return the rule for gated delta layer sizes, which are derived from the model's if absent."""
     named = delta_layers("gated_delta")
 
@@ -50,10 +50,10 @@ def _hybrid_sizes() -> Rule:
         sizes = {"linear_key_head_dim": width, **sizes}
         return named.read({"linear_value_head_dim": 2 * integer(sizes, "linear_key_head_dim"), **sizes})
 
-    return Rule(keys=named.keys, read=read, write=named.write)
+    return ConfigRule(keys=named.keys, read=read, write=named.write)
 
 
-def _positions() -> Rule:
+def _positions() -> ConfigRule:
     """Return the rule for rotary positions, or for no positions without a base."""
     rope = rotary()
 
@@ -67,7 +67,7 @@ def _positions() -> Rule:
             return {"rope_parameters": None}
         return rope.write(config)
 
-    return Rule(keys=rope.keys, read=read, write=write)
+    return ConfigRule(keys=rope.keys, read=read, write=write)
 
 
 def _widths(config: ModelFields) -> Sequence[int]:
@@ -86,9 +86,9 @@ def _is_delta(config: ModelFields, layer: int) -> bool:
     return config.layer_kind(layer) == "gated_delta"
 
 
-def _of_delta(ours: str, theirs: str = "") -> TensorRule:
+def _of_delta(ours: str, hf_name: str = "") -> TensorRule:
     """Return the rule for a gated delta layer's parameter, by default with the same name on disk."""
-    return renamed(f"self_attn.{ours}", f"linear_attn.{theirs or ours}")
+    return block_tensor(f"self_attn.{ours}", f"linear_attn.{hf_name or ours}")
 
 
 _CONV = tuple(f"{BLOCK}linear_attn.{part}_conv1d.weight" for part in "qkv")
@@ -96,15 +96,17 @@ _DELTA = (
     TensorRule(
         parameters=(f"{BLOCK}self_attn.conv1d.weight",),
         layouts=(
-            OnDisk(names=_CONV, widths=_widths),
-            OnDisk(names=_CONV, widths=_thirds),
+            StorageLayout(names=_CONV, widths=_widths),
+            StorageLayout(names=_CONV, widths=_thirds),
             # One tensor, as in transformers' module.
-            OnDisk(names=(f"{BLOCK}linear_attn.conv1d.weight",)),
+            StorageLayout(names=(f"{BLOCK}linear_attn.conv1d.weight",)),
         ),
     ),
     TensorRule(
         parameters=(f"{BLOCK}self_attn.in_proj_qkv.weight",),
-        layouts=(OnDisk(names=tuple(f"{BLOCK}linear_attn.{part}_proj.weight" for part in "qkv"), widths=_widths),),
+        layouts=(
+            StorageLayout(names=tuple(f"{BLOCK}linear_attn.{part}_proj.weight" for part in "qkv"), widths=_widths),
+        ),
     ),
     _of_delta("in_proj_z.weight", "g_proj.weight"),
     _of_delta("in_proj_a.weight", "a_proj.weight"),
@@ -113,14 +115,14 @@ _DELTA = (
     _of_delta("dt_bias.weight", "dt_bias"),
     _of_delta("norm.weight", "o_norm.weight"),
     _of_delta("out_proj.weight", "o_proj.weight"),
-    renamed("input_layernorm.weight", "attention_layer_norm.weight", "input_layernorm.weight"),
+    block_tensor("input_layernorm.weight", "attention_layer_norm.weight", "input_layernorm.weight"),
     # transformers writes the second name in all layers.
-    renamed("post_attention_layernorm.weight", "post_attention_layernorm.weight", "feedforward_layer_norm.weight"),
-    renamed(
+    block_tensor("post_attention_layernorm.weight", "post_attention_layernorm.weight", "feedforward_layer_norm.weight"),
+    block_tensor(
         "post_attention_layernorm.weight",
         "feedforward_layer_norm.weight",
         "post_attention_layernorm.weight",
-        of_layer=_is_delta,
+        layer_condition=_is_delta,
     ),
 )
 

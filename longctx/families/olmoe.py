@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from longctx.families.layers import full_attention
-from longctx.families.rotary import rotary
-from longctx.families.rules import both_biases, constant, divided_head_dim, kv_heads, llama_like, only, same
+from longctx.families.config_rules import both_biases, constant, divided_head_dim, kv_heads, llama_like, only, same
+from longctx.families.layer_rules import full_attention
+from longctx.families.rope_rules import rotary
 from longctx.families.spec import PER_EXPERT, Family
 
 OLMOE = Family(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from longctx.families.layers import one_window
+from longctx.families.config_rules import constant, divided_head_dim, kv_heads, llama_like, only, same
+from longctx.families.layer_rules import one_window
 from longctx.families.llama import DENSE
-from longctx.families.rotary import rotary
-from longctx.families.rules import constant, divided_head_dim, kv_heads, llama_like, only, same
-from longctx.families.spec import BLOCK, Family, OnDisk, TensorRule
+from longctx.families.rope_rules import rotary
+from longctx.families.spec import BLOCK, Family, StorageLayout, TensorRule
 
 
 def _joined(name: str, *members: str) -> TensorRule:
     """Return the rule for parameters concatenated in one tensor."""
     return TensorRule(
         parameters=tuple(f"{BLOCK}{member}.weight" for member in members),
-        layouts=(OnDisk(names=(f"{BLOCK}{name}.weight",)),),
+        layouts=(StorageLayout(names=(f"{BLOCK}{name}.weight",)),),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from longctx.errors import ConfigError
-from longctx.untrusted.reading import shown
+from longctx.untrusted.strict_json import shown
 
 KEYS = ("quantization_config", "compression_config")
 

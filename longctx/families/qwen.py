@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from longctx.families.layers import from_layer_on, full_attention, one_switched_window, sparse_steps, switched_windows
+from longctx.families.config_rules import both_biases, constant, head_dim, kv_heads, llama_like, only, same
+from longctx.families.layer_rules import (
+    from_layer_on,
+    full_attention,
+    one_switched_window,
+    sparse_steps,
+    switched_windows,
+)
 from longctx.families.llama import DENSE
-from longctx.families.rotary import rotary
-from longctx.families.rules import both_biases, constant, head_dim, kv_heads, llama_like, only, same
-from longctx.families.spec import BLOCK, PER_EXPERT, Family, MtpOnDisk
+from longctx.families.rope_rules import rotary
+from longctx.families.spec import BLOCK, PER_EXPERT, Family, MtpStorage
 
 _EXPERTS = (
     sparse_steps(),
@@ -52,7 +58,7 @@ QWEN2 = Family(
     forces_own_tokenizer=True,
 )
 
-_MIMO_MTP = MtpOnDisk(
+_MIMO_MTP = MtpStorage(
     key="num_nextn_predict_layers",
     block="model.mtp_layers.{k}.",
     others=(
@@ -71,8 +77,8 @@ MIMO = Family(
     rules=(*QWEN2.rules, _MIMO_MTP.count()),
     tensors=_MIMO_MTP.tensors(),
     mtp=_MIMO_MTP,
-    carried_tensors=(r"model\.mtp_layers\..*",),
-    carried_keys=(_MIMO_MTP.key,),
+    passthrough_tensors=(r"model\.mtp_layers\..*",),
+    passthrough_keys=(_MIMO_MTP.key,),
 )
 
 # Qwen2's network, for models with their own tokenizer.
@@ -90,9 +96,9 @@ SEED_OSS = Family(
         same("attention_out_bias", "o_bias", default=False),
         same("mlp_bias", "ffn_bias", default=False),
         # transformers' default is 0.1, which this decoder does not support here.
-        only("residual_dropout", 0.0, absent=0.1),
+        only("residual_dropout", 0.0, default=0.1),
         only("pretraining_tp", 1),
-        no_dropout=only("attention_dropout", 0.0, None, absent=0.1),
+        no_dropout=only("attention_dropout", 0.0, None, default=0.1),
     ),
 )
 

@@ -6,15 +6,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from longctx.architecture.fields import ModelFields
-from longctx.families.layers import delta_layers, sparse_steps
+from longctx.families.config_rules import both_biases, constant, head_dim, kv_heads, llama_like, only, same
+from longctx.families.layer_rules import delta_layers, sparse_steps
 from longctx.families.llama import DENSE
-from longctx.families.rotary import rotary
-from longctx.families.rules import both_biases, constant, head_dim, kv_heads, llama_like, only, same
-from longctx.families.spec import BLOCK, PER_EXPERT, Family, MtpOnDisk, OnDisk, Rule, TensorRule, renamed
+from longctx.families.rope_rules import rotary
+from longctx.families.spec import (
+    BLOCK,
+    PER_EXPERT,
+    ConfigRule,
+    Family,
+    MtpStorage,
+    StorageLayout,
+    TensorRule,
+    block_tensor,
+)
 
 _OF_IMAGES = frozenset({"mrope_section", "mrope_interleaved"})
 """How three-dimensional positions are spread over rotary channels; in text, all three are the same number."""
-_MTP = MtpOnDisk(
+_MTP = MtpStorage(
     key="mtp_num_hidden_layers",
     block="mtp.layers.{k}.",
     others=(
@@ -27,7 +36,7 @@ _MTP = MtpOnDisk(
 )
 
 
-def _mtp_count() -> Rule:
+def _mtp_count() -> ConfigRule:
     """Return the rule for the block count, which is written only if there are such blocks."""
     rule = _MTP.count()
     return replace(rule, write=lambda config: rule.write(config) if config.mtp_layers else {})
@@ -89,16 +98,16 @@ def _gate_rows(config: ModelFields) -> Sequence[int]:
     return _interleaved(config, (H // K, H // K))
 
 
-def _of_delta(ours: str, theirs: str = "") -> TensorRule:
+def _of_delta(ours: str, hf_name: str = "") -> TensorRule:
     """Return the rule for a gated delta layer's parameter, by default with the same name on disk."""
-    return renamed(f"self_attn.{ours}", f"linear_attn.{theirs or ours}")
+    return block_tensor(f"self_attn.{ours}", f"linear_attn.{hf_name or ours}")
 
 
 def _of_attention(kind: str) -> TensorRule:
     """Return the rule for query and gate weights (or biases), which are one tensor on disk."""
     return TensorRule(
         parameters=(f"{BLOCK}self_attn.q_proj.{kind}", f"{BLOCK}self_attn.gate_proj.{kind}"),
-        layouts=(OnDisk(names=(f"{BLOCK}self_attn.q_proj.{kind}",), rows=_gated_heads),),
+        layouts=(StorageLayout(names=(f"{BLOCK}self_attn.q_proj.{kind}",), rows=_gated_heads),),
     )
 
 
@@ -112,7 +121,7 @@ _SHARED = (
     _of_delta("norm.weight"),
     _of_delta("out_proj.weight"),
 )
-_APART = (
+_SEPARATE_PROJECTIONS = (
     _of_delta("in_proj_qkv.weight"),
     _of_delta("in_proj_z.weight"),
     _of_delta("in_proj_a.weight"),
@@ -121,21 +130,21 @@ _APART = (
 
 
 # Qwen3.5 has four projections, Qwen3-Next two.
-def _together(name: str, members: Sequence[str], rows: Callable[[ModelFields], Sequence[int]]) -> TensorRule:
+def _fused(name: str, members: Sequence[str], rows: Callable[[ModelFields], Sequence[int]]) -> TensorRule:
     """Return the rule for projections that are one tensor on disk, key head by key head."""
     return TensorRule(
         parameters=tuple(f"{BLOCK}self_attn.{member}.weight" for member in members),
-        layouts=(OnDisk(names=(f"{BLOCK}linear_attn.{name}.weight",), rows=rows),),
+        layouts=(StorageLayout(names=(f"{BLOCK}linear_attn.{name}.weight",), rows=rows),),
     )
 
 
-_TOGETHER = (
-    _together("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), _projection_rows),
-    _together("in_proj_ba", ("in_proj_b", "in_proj_a"), _gate_rows),
+_FUSED_PROJECTIONS = (
+    _fused("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), _projection_rows),
+    _fused("in_proj_ba", ("in_proj_b", "in_proj_a"), _gate_rows),
 )
 
-_CARRIED = (r"mtp\..*",)
-_CARRIED_KEYS = (
+_PASSTHROUGH_TENSORS = (r"mtp\..*",)
+_PASSTHROUGH_KEYS = (
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "attn_output_gate", "output_gate_type", "mamba_ssm_dtype",
     *(f"rope_parameters.{key}" for key in sorted(_OF_IMAGES)),
 )  # fmt: skip
@@ -144,31 +153,31 @@ QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     rules=_HYBRID + _EXPERTS + _NEXT,
-    tensors=_SHARED + _TOGETHER + PER_EXPERT + _MTP.tensors(),
+    tensors=_SHARED + _FUSED_PROJECTIONS + PER_EXPERT + _MTP.tensors(),
     ignored_keys=frozenset({"output_router_logits"}),
-    carried_tensors=_CARRIED,
+    passthrough_tensors=_PASSTHROUGH_TENSORS,
     mtp=_MTP,
-    carried_keys=_CARRIED_KEYS,
+    passthrough_keys=_PASSTHROUGH_KEYS,
 )
 
 QWEN3_5 = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     rules=_HYBRID + _DENSE,
-    tensors=_SHARED + _APART + _MTP.tensors(),
-    carried_tensors=_CARRIED,
+    tensors=_SHARED + _SEPARATE_PROJECTIONS + _MTP.tensors(),
+    passthrough_tensors=_PASSTHROUGH_TENSORS,
     mtp=_MTP,
-    carried_keys=_CARRIED_KEYS,
+    passthrough_keys=_PASSTHROUGH_KEYS,
 )
 
 QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     rules=_HYBRID + _EXPERTS + _ALL_EXPERTS,
-    tensors=_SHARED + _APART + PER_EXPERT + _MTP.tensors(),
+    tensors=_SHARED + _SEPARATE_PROJECTIONS + PER_EXPERT + _MTP.tensors(),
     # All layers have experts, so keys about dense layers are ignored.
     ignored_keys=frozenset({"output_router_logits", "intermediate_size", "mlp_only_layers"}),
-    carried_tensors=_CARRIED,
+    passthrough_tensors=_PASSTHROUGH_TENSORS,
     mtp=_MTP,
-    carried_keys=_CARRIED_KEYS,
+    passthrough_keys=_PASSTHROUGH_KEYS,
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
-from longctx.untrusted.reading import shown
+from longctx.untrusted.strict_json import shown
 
 HfConfig = Mapping[str, Any]
 """A parsed config.json."""
@@ -37,7 +37,7 @@ always puts first and last."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class ConfigRule:
     """Keys in config.json and the ModelFields values that they determine."""
 
     keys: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnDisk:
+class StorageLayout:
     """One way to store parameters in files.
 
     The parameters, concatenated along their first axis, go through ``steps`` (``tensors.STEPS``) and are then flattened
@@ -73,16 +73,16 @@ class TensorRule:
     """Parameters with names or layouts on disk other than the decoder's own."""
 
     parameters: tuple[str, ...]
-    layouts: tuple[OnDisk, ...]
+    layouts: tuple[StorageLayout, ...]
     """The first is written, all are read."""
-    holds: Callable[[ModelFields], bool] = lambda _: True
+    condition: Callable[[ModelFields], bool] = lambda _: True
     """True if the rule applies to this config; if several apply to one parameter, the last one counts."""
-    of_layer: Callable[[ModelFields, int], bool] = lambda *_: True
+    layer_condition: Callable[[ModelFields, int], bool] = lambda *_: True
     """True if the rule applies to this layer, for parameters that belong to one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpOnDisk:
+class MtpStorage:
     """Disk names for a family's multi-token prediction blocks, which follow the last layer."""
 
     key: str
@@ -103,7 +103,7 @@ class MtpOnDisk:
     most: int = 64
     """Largest number of blocks that files can have."""
 
-    def count(self) -> Rule:
+    def count(self) -> ConfigRule:
         """Return the rule for the number of blocks."""
         key, most = self.key, self.most
 
@@ -113,13 +113,13 @@ class MtpOnDisk:
                 raise ConfigError(f"{key}={shown(count)} in config.json must lie between 0 and {most}.")
             return {"mtp_layers": count}
 
-        return Rule(keys=(key,), read=read, write=lambda config: {key: config.mtp_layers})
+        return ConfigRule(keys=(key,), read=read, write=lambda config: {key: config.mtp_layers})
 
     def tensors(self) -> tuple[TensorRule, ...]:
         """Return the rules for tensors that an ordinary block does not have."""
-        rules = [tensor(ours, theirs) for ours, theirs in zip(MTP_PARTS, self.others, strict=True)]
+        rules = [tensor(ours, hf_name) for ours, hf_name in zip(MTP_PARTS, self.others, strict=True)]
         if self.hidden_first:
-            rules[2] = replace(rules[2], layouts=(OnDisk(names=(self.others[2],), swaps_halves=True),))
+            rules[2] = replace(rules[2], layouts=(StorageLayout(names=(self.others[2],), swaps_halves=True),))
         return tuple(rules)
 
 
@@ -132,7 +132,7 @@ class Family:
 
     model_type: str
     architecture: str
-    rules: tuple[Rule, ...]
+    rules: tuple[ConfigRule, ...]
     other_architectures: tuple[str, ...] = ()
     """Further classes that are read: the same model without a part that is known to be zero, or with an extra head, by
     a rule for the key."""
@@ -140,7 +140,7 @@ class Family:
     """Parameters without a rule have the decoder's names on disk."""
     ignored_keys: frozenset[str] = frozenset()
     """Keys in config.json without a meaning in a decoder, in addition to ``IGNORED_KEYS``."""
-    absent_ids: Mapping[str, int] = field(default_factory=dict)
+    default_ids: Mapping[str, int] = field(default_factory=dict)
     """Token ids that transformers' class assumes if keys are absent."""
     ignored_tensors: tuple[str, ...] = (
         r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
@@ -155,11 +155,11 @@ class Family:
     """Output matrix name, which a tied model's file may contain in addition to the embeddings."""
     auto_class: str = "AutoModelForCausalLM"
     """transformers class that loads the model."""
-    mtp: MtpOnDisk | None = None
+    mtp: MtpStorage | None = None
     """Multi-token prediction blocks; those that the decoder does not have are kept for exports."""
-    carried_tensors: tuple[str, ...] = ()
+    passthrough_tensors: tuple[str, ...] = ()
     """Full-name patterns for parts that the decoder does not have; exports get their tensors unchanged."""
-    carried_keys: tuple[str, ...] = ()
+    passthrough_keys: tuple[str, ...] = ()
     """Keys in config.json that describe these parts; a dot leads into a table. The decoder does not depend on them."""
     forces_own_tokenizer: bool = False
     """True if transformers 5 always loads the family's own tokenizer class, ignoring tokenizer_config.json."""
@@ -185,18 +185,22 @@ def _stacked(name: str, parts: tuple[str, ...]) -> TensorRule:
     """Return the rule for a parameter with all experts: on disk one tensor per part and expert, or one for all."""
     return TensorRule(
         parameters=(BLOCK + name,),
-        layouts=(OnDisk(names=tuple(BLOCK + part for part in parts)), OnDisk(names=(BLOCK + name,))),
+        layouts=(StorageLayout(names=tuple(BLOCK + part for part in parts)), StorageLayout(names=(BLOCK + name,))),
     )
 
 
-def renamed(ours: str, *theirs: str, of_layer: Callable[[ModelFields, int], bool] = lambda *_: True) -> TensorRule:
+def block_tensor(
+    ours: str, *hf_names: str, layer_condition: Callable[[ModelFields, int], bool] = lambda *_: True
+) -> TensorRule:
     """Return the rule for a block's parameter under other names; the first is written."""
-    return replace(tensor(BLOCK + ours, *(BLOCK + name for name in theirs)), of_layer=of_layer)
+    return replace(tensor(BLOCK + ours, *(BLOCK + name for name in hf_names)), layer_condition=layer_condition)
 
 
-def tensor(ours: str, *theirs: str, holds: Callable[[ModelFields], bool] = lambda _: True) -> TensorRule:
+def tensor(ours: str, *hf_names: str, condition: Callable[[ModelFields], bool] = lambda _: True) -> TensorRule:
     """Return the rule for a parameter under other names; the first is written."""
-    return TensorRule(parameters=(ours,), layouts=tuple(OnDisk(names=(name,)) for name in theirs), holds=holds)
+    return TensorRule(
+        parameters=(ours,), layouts=tuple(StorageLayout(names=(name,)) for name in hf_names), condition=condition
+    )
 
 
 PER_EXPERT = per_expert(

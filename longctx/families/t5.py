@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from longctx.architecture.fields import ModelFields
-from longctx.architecture.rules import GATED
+from longctx.architecture.model_rules import GATED
 from longctx.errors import ConfigError
+from longctx.families.config_rules import constant, integer, only, same, translated, typed
 from longctx.families.llama import DENSE
-from longctx.families.rules import constant, integer, only, same, translated, typed
-from longctx.families.spec import BLOCK, ENCODER_BLOCK, TARGET_ID_KEYS, Family, HfConfig, Rule, TensorRule, tensor
-from longctx.untrusted.reading import shown
+from longctx.families.spec import BLOCK, ENCODER_BLOCK, TARGET_ID_KEYS, ConfigRule, Family, HfConfig, TensorRule, tensor
+from longctx.untrusted.strict_json import shown
 
 # In transformers "gated-gelu" is the tanh formula, and "gelu" the exact one.
 _ACTIVATIONS = {
@@ -27,7 +27,7 @@ _ACTIVATIONS = {
 }
 
 
-def _says_the_same() -> Rule:
+def _activation_keys() -> ConfigRule:
     """Return the rule that raises ConfigError if newer keys contradict the activation's name."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -36,18 +36,18 @@ def _says_the_same() -> Rule:
         # As in transformers, the only name with a different function.
         if word == "gated-gelu":
             function = "gelu_new"
-        for key, meant in (("is_gated_act", bool(gated)), ("dense_act_fn", function)):
-            if hf.get(key, meant) != meant:
+        for key, expected in (("is_gated_act", bool(gated)), ("dense_act_fn", function)):
+            if hf.get(key, expected) != expected:
                 raise ConfigError(
                     f"{key}={shown(hf[key])} in config.json contradicts feed_forward_proj={shown(word)}, which means "
-                    f"{meant!r}. Keep one of them."
+                    f"{expected!r}. Keep one of them."
                 )
         return {}
 
-    return Rule(keys=("is_gated_act", "dense_act_fn"), read=read)
+    return ConfigRule(keys=("is_gated_act", "dense_act_fn"), read=read)
 
 
-def _decoder_layers() -> Rule:
+def _decoder_layers() -> ConfigRule:
     """Return the rule for the decoder's layer count; null means as many as in the encoder."""
     key = "num_decoder_layers"
 
@@ -56,10 +56,10 @@ def _decoder_layers() -> Rule:
             return {"num_layers": integer(hf, "num_layers")}
         return {"num_layers": integer(hf, key)}
 
-    return Rule(keys=(key,), read=read, write=lambda config: {key: config.num_layers})
+    return ConfigRule(keys=(key,), read=read, write=lambda config: {key: config.num_layers})
 
 
-def _head() -> Rule:
+def _head() -> ConfigRule:
     """Return the rule for the head: a tied head has scaled logits, a separate one does not."""
     tied_key, scaled_key = "tie_word_embeddings", "scale_decoder_outputs"
 
@@ -76,7 +76,7 @@ def _head() -> Rule:
             return {"tie_embeddings": True, "logit_scale": integer(hf, "d_model") ** -0.5}
         return {"tie_embeddings": False, "logit_scale": 1.0}
 
-    return Rule(keys=(tied_key, scaled_key), read=read, write=lambda config: {tied_key: config.tie_embeddings})
+    return ConfigRule(keys=(tied_key, scaled_key), read=read, write=lambda config: {tied_key: config.tie_embeddings})
 
 
 _RULES = (
@@ -89,7 +89,7 @@ _RULES = (
     _decoder_layers(),
     same("num_heads", "num_heads"),
     # T5 has no key for key/value heads.
-    Rule(read=lambda hf: {"num_kv_heads": integer(hf, "num_heads")}),
+    ConfigRule(read=lambda hf: {"num_kv_heads": integer(hf, "num_heads")}),
     same("d_kv", "head_dim", default=64),
     same("d_ff", "ffn_size"),
     same("n_positions", "max_positions", default=512),
@@ -99,7 +99,7 @@ _RULES = (
     same("dropout_rate", "residual_dropout", default=0.1),
     same("layer_norm_epsilon", "norm_eps", default=1e-6),
     translated("feed_forward_proj", "activation", _ACTIVATIONS, default="relu"),
-    _says_the_same(),
+    _activation_keys(),
     _head(),
     only("is_encoder_decoder", True),
     only("is_decoder", False, written=False),
@@ -113,30 +113,30 @@ def _is_gated(config: ModelFields) -> bool:
     return config.activation in GATED
 
 
-def _of_stack(block: str, theirs: str) -> tuple[TensorRule, ...]:
+def _of_stack(block: str, hf_stack: str) -> tuple[TensorRule, ...]:
     """Return the rules for a stack's layer tensors; the first layer holds the distance table for all."""
     parts = [("self_attn", "SelfAttention", "input_layernorm")]
     if block == BLOCK:
         parts.append(("cross_attn", "EncDecAttention", "cross_layernorm"))
     rules = []
-    for place, (attention, of_theirs, norm) in enumerate(parts):
-        at = f"{theirs}.block.{{layer}}.layer.{place}"
+    for place, (attention, hf_attention, norm) in enumerate(parts):
+        at = f"{hf_stack}.block.{{layer}}.layer.{place}"
         for part in "qkvo":
-            rules.append(tensor(f"{block}{attention}.{part}_proj.weight", f"{at}.{of_theirs}.{part}.weight"))
+            rules.append(tensor(f"{block}{attention}.{part}_proj.weight", f"{at}.{hf_attention}.{part}.weight"))
         rules.append(tensor(f"{block}{norm}.weight", f"{at}.layer_norm.weight"))
-    at = f"{theirs}.block.{{layer}}.layer.{len(parts)}"
+    at = f"{hf_stack}.block.{{layer}}.layer.{len(parts)}"
     ffn = f"{at}.DenseReluDense"
     rules += [
         tensor(f"{block}post_attention_layernorm.weight", f"{at}.layer_norm.weight"),
         tensor(f"{block}mlp.up_proj.weight", f"{ffn}.wi.weight"),
         tensor(f"{block}mlp.gate_proj.weight", f"{ffn}.wi_0.weight"),
-        tensor(f"{block}mlp.up_proj.weight", f"{ffn}.wi_1.weight", holds=_is_gated),
+        tensor(f"{block}mlp.up_proj.weight", f"{ffn}.wi_1.weight", condition=_is_gated),
         tensor(f"{block}mlp.down_proj.weight", f"{ffn}.wo.weight"),
     ]
     ours = block.partition(".")[0]
-    bias = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    bias = f"{hf_stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     rules.append(tensor(f"{ours}.relative_bias.weight", bias))
-    rules.append(tensor(f"{ours}.norm.weight", f"{theirs}.final_layer_norm.weight"))
+    rules.append(tensor(f"{ours}.norm.weight", f"{hf_stack}.final_layer_norm.weight"))
     return tuple(rules)
 
 

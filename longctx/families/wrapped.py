@@ -15,19 +15,19 @@ from typing import Any
 from longctx.errors import ConfigError
 from longctx.families.leftover import is_leftover
 from longctx.families.spec import IGNORED_KEYS, HfConfig
-from longctx.untrusted.reading import printable, shown
+from longctx.untrusted.strict_json import printable, shown
 
 TEXT = "text_config"
 _TIE = "tie_word_embeddings"
 _QUANTIZED = "quantization_config"
-_OF_THE_WHOLE = (_QUANTIZED, "bos_token_id", "eos_token_id", "pad_token_id")
+_SHARED_KEYS = (_QUANTIZED, "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that apply to the text model too, if the full model's config.json has them."""
 _PLAIN, _PLAIN_HEAD = "model.", "lm_head."
 """Name prefixes in a standalone text model."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Naming:
+class NameMap:
     """One naming scheme for the parts' tensors."""
 
     text: str
@@ -69,7 +69,7 @@ class Wrapper:
     architecture: str
     text_types: tuple[str, ...]
     """Model types that the text model may have; a config.json without one means the first."""
-    namings: tuple[Naming, ...]
+    name_maps: tuple[NameMap, ...]
     """All are read; a folder without other parts is written with the first."""
     keys: frozenset[str]
     """Keys in config.json next to ``text_config``; they describe the other parts and their connection."""
@@ -79,26 +79,26 @@ class Wrapper:
     """Keys in ``text_config`` that the makers' files leave to transformers' class."""
     auto_class: str = "AutoModelForImageTextToText"
 
-    def naming_of(self, names: Iterable[str]) -> Naming:
+    def select_name_map(self, names: Iterable[str]) -> NameMap:
         """Return the naming scheme for a folder with these tensor names."""
         names = list(names)
-        fitting = (one for one in self.namings if any(one.is_other(n) or one.plain(n) != n for n in names))
+        fitting = (one for one in self.name_maps if any(one.is_other(n) or one.plain(n) != n for n in names))
         # If no scheme fits, the later name checks report the tensors.
-        return next(fitting, self.namings[0])
+        return next(fitting, self.name_maps[0])
 
 
 _LLAVA = (
-    Naming(
+    NameMap(
         text="language_model.model.",
         head="language_model.lm_head.",
         others=("vision_tower.", "multi_modal_projector."),
     ),
-    Naming(
+    NameMap(
         text="model.language_model.", head="lm_head.", others=("model.vision_tower.", "model.multi_modal_projector.")
     ),
 )
 """As in most makers' files, and as in transformers' modules."""
-_QWEN = (Naming(text="model.language_model.", head="lm_head.", others=("model.visual.",)),)
+_QWEN = (NameMap(text="model.language_model.", head="lm_head.", others=("model.visual.",)),)
 _QWEN_KEYS = frozenset(
     {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
 )
@@ -122,7 +122,7 @@ _ALL = (
         model_type="gemma3",
         architecture="Gemma3ForConditionalGeneration",
         text_types=("gemma3_text",),
-        namings=_LLAVA,
+        name_maps=_LLAVA,
         keys=frozenset(
             {"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"}
             | {"initializer_range"}
@@ -134,8 +134,8 @@ _ALL = (
         model_type="gemma4",
         architecture="Gemma4ForConditionalGeneration",
         text_types=("gemma4_text",),
-        namings=(
-            Naming(
+        name_maps=(
+            NameMap(
                 text="model.language_model.",
                 head="lm_head.",
                 others=("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
@@ -152,7 +152,7 @@ _ALL = (
         model_type="mistral3",
         architecture="Mistral3ForConditionalGeneration",
         text_types=("mistral", "ministral3"),
-        namings=_LLAVA,
+        name_maps=_LLAVA,
         keys=frozenset(
             {"vision_config", "image_token_index", "projector_hidden_act", "vision_feature_layer"}
             | {"multimodal_projector_bias", "spatial_merge_size"}
@@ -164,7 +164,7 @@ _ALL = (
         model_type="qwen3_5",
         architecture="Qwen3_5ForConditionalGeneration",
         text_types=("qwen3_5_text",),
-        namings=_QWEN,
+        name_maps=_QWEN,
         keys=_QWEN_KEYS,
         ties=False,
     ),
@@ -172,7 +172,7 @@ _ALL = (
         model_type="qwen3_5_moe",
         architecture="Qwen3_5MoeForConditionalGeneration",
         text_types=("qwen3_5_moe_text",),
-        namings=_QWEN,
+        name_maps=_QWEN,
         keys=_QWEN_KEYS,
         ties=False,
     ),
@@ -192,7 +192,7 @@ def wrapper_of(config: HfConfig) -> Wrapper | None:
     return WRAPPERS.get(model_type)
 
 
-def unwrapped(config: HfConfig) -> dict[str, Any]:
+def unwrap_config(config: HfConfig) -> dict[str, Any]:
     """Return the text model's config: a wrapped model's ``text_config``, completed, or the config itself.
 
     Its ``model_type`` is a family's, even if the config uses an alias. Raise ConfigError if the text model is not
@@ -204,7 +204,7 @@ def unwrapped(config: HfConfig) -> dict[str, Any]:
         if isinstance(model_type, str) and model_type in ALIASES:
             return {**config, "model_type": ALIASES[model_type]}
         return dict(config)
-    _check_around(config, wrapper)
+    _check_outer_keys(config, wrapper)
     # The table itself is untrusted, like the rest of the file.
     text = config.get(TEXT)
     if not isinstance(text, dict):
@@ -220,10 +220,10 @@ def unwrapped(config: HfConfig) -> dict[str, Any]:
     found[_TIE] = config.get(_TIE, text.get(_TIE, wrapper.ties))
     # The class inside is not the one that loads the full model.
     found.pop("architectures", None)
-    return found | {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
+    return found | {key: config[key] for key in _SHARED_KEYS if config.get(key) is not None}
 
 
-def _check_around(config: HfConfig, wrapper: Wrapper) -> None:
+def _check_outer_keys(config: HfConfig, wrapper: Wrapper) -> None:
     """Raise ConfigError for another class, and for unknown keys next to the text model."""
     if config.get("architectures") not in (None, [wrapper.architecture]):
         raise ConfigError(
@@ -234,18 +234,18 @@ def _check_around(config: HfConfig, wrapper: Wrapper) -> None:
     # Keys that only control how transformers runs a model are irrelevant here too.
     unknown = sorted(key for key in set(config) - known if not is_leftover(key, config[key]))
     if unknown:
-        listed = ", ".join(f"{printable(key)}={shown(config[key])}" for key in unknown[:12])
+        key_list = ", ".join(f"{printable(key)}={shown(config[key])}" for key in unknown[:12])
         raise ConfigError(
-            f"keys of config.json that mean nothing to a {wrapper.model_type} model here: {listed}.\n"
+            f"keys of config.json that mean nothing to a {wrapper.model_type} model here: {key_list}.\n"
             "If they say nothing of the text model, delete them; if they do, it is not supported."
         )
 
 
-def rewrapped(original: HfConfig, text: Mapping[str, Any]) -> dict[str, Any]:
+def rewrap_config(original: HfConfig, text: Mapping[str, Any]) -> dict[str, Any]:
     """Return a wrapped model's config.json with this text model; other parts are as in ``original``."""
     # The full model's class loads the export, even if the text model names another.
     found = {**original, TEXT: {key: value for key, value in text.items() if key != "architectures"}}
     # Exports are not quantised.
     found.pop(_QUANTIZED, None)
-    of_both = {key: text[key] for key in (*_OF_THE_WHOLE, "torch_dtype") if key in original and key in text}
+    of_both = {key: text[key] for key in (*_SHARED_KEYS, "torch_dtype") if key in original and key in text}
     return found | of_both | {_TIE: text[_TIE], "dtype": text["dtype"]}

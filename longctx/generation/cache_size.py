@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from longctx.architecture.layers import mixers_of
+from longctx.architecture.layer_specs import mixers_of
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
 

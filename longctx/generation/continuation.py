@@ -13,8 +13,8 @@ from torch import Tensor
 from longctx.errors import ConfigError
 from longctx.generation.beams import Beams
 from longctx.generation.penalties import Penalties
-from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens
-from longctx.generation.sampling import Greedy, Sample
+from longctx.generation.prefill import CHUNK_TOKENS, check_chunk_tokens
+from longctx.generation.sampling import Greedy, Sampling
 from longctx.generation.stop_strings import StopStrings
 from longctx.model.decoder import Decoder
 
@@ -23,12 +23,12 @@ _MOST_EXPECTED = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class GenerationOptions:
     """Options for continuing prompts."""
 
     max_new_tokens: int
     """Maximum tokens to add."""
-    strategy: Greedy | Sample | Beams = field(default_factory=Greedy)
+    strategy: Greedy | Sampling | Beams = field(default_factory=Greedy)
     penalties: Penalties = field(default_factory=Penalties)
     """Applied before the strategy sees the logits."""
     stop_ids: Collection[int] = ()
@@ -108,34 +108,34 @@ def _check_source(model: Decoder, source_ids: Sequence[int]) -> None:
 
 def _check_ids(model: Decoder, ids: Sequence[int], side: str) -> None:
     vocab_size = model.config.vocab_size
-    outside = [token for token in ids if not 0 <= token < vocab_size]
-    if outside:
-        raise ConfigError(f"{side} id {outside[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
+    invalid_ids = [token for token in ids if not 0 <= token < vocab_size]
+    if invalid_ids:
+        raise ConfigError(f"{side} id {invalid_ids[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
 
 
 class Continuation:
     """Continuation chosen token by token."""
 
-    def __init__(self, request: Request, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, request: GenerationOptions, prompt_ids: Sequence[int]) -> None:
         assert not isinstance(request.strategy, Beams), "beams choose several tokens at once"
         self.ids: list[int] = []
         """New tokens so far."""
         self._choose = request.strategy.start()
-        self._penalise = request.penalties.start(prompt_ids)
+        self._apply_penalties = request.penalties.start(prompt_ids)
         self._is_last = request.ends(prompt_ids)
         self._max_new_tokens = request.max_new_tokens
-        self._has_ended = False
+        self._is_stopped = False
 
     @property
-    def has_ended(self) -> bool:
+    def is_finished(self) -> bool:
         """True if no token follows."""
-        return self._has_ended or len(self.ids) >= self._max_new_tokens
+        return self._is_stopped or len(self.ids) >= self._max_new_tokens
 
     def choose(self, logits_V: Tensor) -> int:
         """Return the next token, given its logits in fp32; call once per token, because it may use random numbers."""
-        return self._choose(self._penalise(logits_V, self.ids))
+        return self._choose(self._apply_penalties(logits_V, self.ids))
 
     def add(self, token: int) -> None:
         """Add the chosen token."""
         self.ids.append(token)
-        self._has_ended = self._is_last(token)
+        self._is_stopped = self._is_last(token)

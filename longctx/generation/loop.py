@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from longctx.generation.beams import Beams
-from longctx.generation.continuation import Continuation, Request
+from longctx.generation.continuation import Continuation, GenerationOptions
+from longctx.generation.decoder_beam_search import search_beams
 from longctx.generation.penalties import Penalties
-from longctx.generation.reading import CHUNK_TOKENS, last_logits, read, read_sources, starts_over
-from longctx.generation.sampling import Greedy, Sample
-from longctx.generation.search import search
+from longctx.generation.prefill import CHUNK_TOKENS, last_logits, prefill, read_sources, starts_over
+from longctx.generation.sampling import Greedy, Sampling
 from longctx.generation.stop_strings import StopStrings
-from longctx.model.attention.cache import KVCache
+from longctx.model.attention.kv_cache import KVCache
 from longctx.model.decoder import Decoder
 
 
@@ -21,7 +21,7 @@ def generate(
     model: Decoder,
     prompt_ids: Sequence[int],
     max_new_tokens: int,
-    strategy: Greedy | Sample | Beams | None = None,
+    strategy: Greedy | Sampling | Beams | None = None,
     *,
     source_ids: Sequence[int] | None = None,
     penalties: Penalties | None = None,
@@ -38,7 +38,7 @@ def generate(
     The prompt is read once, about ``chunk_tokens`` at a time, then one token per step with cached keys. All processes
     that share the model's sequences must make the same call with the full prompt, and get the same tokens.
     """
-    request = Request(
+    request = GenerationOptions(
         max_new_tokens=max_new_tokens,
         strategy=strategy or Greedy(),
         penalties=penalties or Penalties(),
@@ -50,7 +50,7 @@ def generate(
 
 
 def stream(
-    model: Decoder, prompt_ids: Sequence[int], request: Request, source_ids: Sequence[int] | None = None
+    model: Decoder, prompt_ids: Sequence[int], request: GenerationOptions, source_ids: Sequence[int] | None = None
 ) -> Iterator[int]:
     """Yield the tokens of ``generate``, each as soon as it is chosen; with beams, all when the search is over.
 
@@ -60,24 +60,24 @@ def stream(
     # The model's attention core knows which processes share the sequence.
     cache = model.new_caches(request.num_caches)()
     # Otherwise the first new token would copy the full prompt's keys.
-    cache.expect(request.expected_tokens)
+    cache.reserve(request.expected_tokens)
     if source_ids is not None:
         read_sources(model, [source_ids], [cache])
     if isinstance(request.strategy, Beams):
-        return search(model, list(prompt_ids), request, request.strategy, cache)
+        return search_beams(model, list(prompt_ids), request, request.strategy, cache)
     return _tokens(model, list(prompt_ids), request, cache)
 
 
 @torch.inference_mode()
-def _tokens(model: Decoder, prompt_ids: list[int], request: Request, cache: KVCache) -> Iterator[int]:
+def _tokens(model: Decoder, prompt_ids: list[int], request: GenerationOptions, cache: KVCache) -> Iterator[int]:
     """Yield tokens; each is read when the next is requested."""
     continuation, new_ids = Continuation(request, prompt_ids), prompt_ids
-    while not continuation.has_ended:
+    while not continuation.is_finished:
         # The cached keys no longer match the rotation: read everything again.
         if starts_over(model, cache, len(new_ids)):
             cache.free()
             new_ids = prompt_ids + continuation.ids
-        logits_V = last_logits(model, read(model, new_ids, cache, request.chunk_tokens))[0]
+        logits_V = last_logits(model, prefill(model, new_ids, cache, request.chunk_tokens))[0]
         # Choose once and broadcast: with different rounding, processes would otherwise continue different texts.
         new_ids = cache.once(lambda logits_V=logits_V: [continuation.choose(logits_V)], 1)
         continuation.add(new_ids[0])

@@ -41,18 +41,18 @@ class Penalties:
         # Once: a prompt may be long, and is the same at each step.
         prompt_N = torch.tensor(prompt_ids, dtype=torch.int64).unique()
 
-        def penalise(logits_V: Tensor, new_ids: Sequence[int]) -> Tensor:
+        def apply_penalties(logits_V: Tensor, new_ids: Sequence[int]) -> Tensor:
             new_N, counts_N = torch.tensor(new_ids, dtype=torch.int64).unique(return_counts=True)
             seen_N = torch.cat((prompt_N, new_N)).unique()
-            logits_V = _multiplied(logits_V, seen_N.to(logits_V.device), self.repetition)
+            logits_V = _scale_logits(logits_V, seen_N.to(logits_V.device), self.repetition)
             # After the repetition penalty, and before any temperature, as in vLLM and SGLang.
             taken_N = self.frequency * counts_N + self.presence
             return logits_V.index_add(0, new_N.to(logits_V.device), -taken_N.to(logits_V))
 
-        return penalise
+        return apply_penalties
 
 
-def _multiplied(logits_V: Tensor, ids_N: Tensor, penalty: float) -> Tensor:
+def _scale_logits(logits_V: Tensor, ids_N: Tensor, penalty: float) -> Tensor:
     """Reduce these tokens' logits by ``penalty``."""
     logits_N = logits_V[ids_N]
     # Dividing a negative logit would make its token more probable.

@@ -25,7 +25,7 @@ class Greedy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class Sampling:
     """Sampling from the model's distribution; the same seed samples the same tokens.
 
     Temperature first, then top-k, then top-p, then min-p, as in Hugging Face.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.generation.reading import CHUNK_TOKENS, can_share, given_tokens, last_logits, read, read_chunks
-from longctx.model.attention.cache import KVCache
+from longctx.generation.prefill import CHUNK_TOKENS, can_share, given_tokens, last_logits, prefill, read_chunks
+from longctx.model.attention.kv_cache import KVCache
 from longctx.model.decoder import Decoder
 
 HEAD_TOKENS = 256
@@ -66,7 +66,7 @@ def score_packed(model: Decoder, pairs: Sequence[Pair]) -> list[Score]:
 
 
 @torch.no_grad()
-def score_behind(
+def score_after_context(
     model: Decoder, context: Sequence[int], continuations: Sequence[Sequence[int]], *, chunk_tokens: int = CHUNK_TOKENS
 ) -> list[Score]:
     """Score each continuation of one context, which is read once, about ``chunk_tokens`` at a time.
@@ -81,8 +81,8 @@ def score_behind(
         return [_score(_read_and_score(model, x[:-1], x[1:], first, model.new_cache(), chunk_tokens)) for x in ids]
     cache = model.new_cache()
     # Reserve space in the context's buffers, which are copied: otherwise each copy would be copied once more.
-    cache.expect(max(map(len, continuations)) - 1)
-    logits_V = last_logits(model, read(model, context, cache, chunk_tokens))[0]
+    cache.reserve(max(map(len, continuations)) - 1)
+    logits_V = last_logits(model, prefill(model, context, cache, chunk_tokens))[0]
     scores = []
     for continuation in continuations:
         found = [_of_logits(logits_V[None], torch.tensor(continuation[:1], device=logits_V.device))]
@@ -101,9 +101,9 @@ def _check(model: Decoder, pair: Pair) -> None:
         )
     vocab_size = model.config.vocab_size
     for ids in pair:
-        outside = [i for i in ids if not 0 <= i < vocab_size]
-        if outside:
-            raise ConfigError(f"id {outside[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
+        invalid_ids = [i for i in ids if not 0 <= i < vocab_size]
+        if invalid_ids:
+            raise ConfigError(f"id {invalid_ids[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
 
 
 def _read_and_score(
@@ -138,8 +138,8 @@ def _token_scores(model: Decoder, hidden_BtM: Tensor, targets_t: Tensor, is_scor
 def _of_logits(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """Return [2, N] for the targets, fp32."""
     log_likelihoods_N = logits_NV.log_softmax(-1).gather(1, targets_N[:, None])[:, 0]
-    is_likeliest_N = logits_NV.argmax(-1) == targets_N
-    return torch.stack((log_likelihoods_N, is_likeliest_N.float()))
+    is_greedy_N = logits_NV.argmax(-1) == targets_N
+    return torch.stack((log_likelihoods_N, is_greedy_N.float()))
 
 
 def _score(found_2N: Tensor) -> Score:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from longctx.errors import ConfigError
-from longctx.generation.text import Decode, TextStream
+from longctx.generation.detokenize import Decode, TextStream
 
 
 class StopStrings:
@@ -23,7 +23,7 @@ class StopStrings:
 
         def add(token: int) -> bool:
             gate.add(text.add(token))
-            return gate.has_ended
+            return gate.is_stopped
 
         return add
 
@@ -35,12 +35,12 @@ class TextBeforeStop:
         check_strings(strings)
         self._strings = tuple(strings)
         self._waiting = ""
-        self.has_ended = False
+        self.is_stopped = False
         """True after a stop string; later text is dropped."""
 
     def add(self, text: str) -> str:
         """Return the text that certainly precedes any stop string."""
-        if self.has_ended:
+        if self.is_stopped:
             return ""
         self._waiting += text
         found = [(self._waiting.find(string), string) for string in self._strings]
@@ -48,13 +48,13 @@ class TextBeforeStop:
         # among several, the one that begins first.
         whole = [(start + len(string), start) for start, string in found if start >= 0]
         if whole:
-            self.has_ended = True
-            certain, self._waiting = self._waiting[: min(whole)[1]], ""
-            return certain
+            self.is_stopped = True
+            safe_text, self._waiting = self._waiting[: min(whole)[1]], ""
+            return safe_text
         num_held = self._num_held()
-        certain = self._waiting[: len(self._waiting) - num_held]
-        self._waiting = self._waiting[len(certain) :]
-        return certain
+        safe_text = self._waiting[: len(self._waiting) - num_held]
+        self._waiting = self._waiting[len(safe_text) :]
+        return safe_text
 
     def finish(self) -> str:
         """Return the held text, after the last input."""

@@ -1,6 +1,6 @@
 """Fused linear cross-entropy: never materializes all logits at once.
 
-float32 and float64 inputs are multiplied in their own dtype. ``products`` selects how bfloat16 is multiplied: in
+float32 and float64 inputs are multiplied in their own dtype. ``matmul_mode`` selects how bfloat16 is multiplied: in
 float32 (exact logits, and several times faster on processors without bfloat16 instructions), or in bfloat16, with
 logits rounded to 8 bits as in any bfloat16 head; everything between the matmuls is float32 in either case. On CUDA the
 weight's gradient accumulates bfloat16 matmuls in float32 and is rounded once at the end.
@@ -22,9 +22,9 @@ from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
 from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.matmul import add_wide_product_, multiplies_in_float32, row_tiles
-from longctx.kernels.processor import Products
-from longctx.kernels.regions import Run, call_function
+from longctx.kernels.matmul import add_upcast_matmul_, multiplies_in_float32, row_tiles
+from longctx.kernels.processor import MatmulMode
+from longctx.kernels.regions import RegionRunner, call_function
 
 # The loss is linear in its incoming scalar gradient, so forward can compute its own gradients up to that factor. Chunk
 # by chunk, logits are computed, become losses and then, in the same memory, their gradient, which is multiplied back
@@ -80,9 +80,9 @@ def loss_sums(
     bias_V: Tensor | None = None,
     *,
     options: LossOptions = PLAIN,
-    products: Products = "native",
+    matmul_mode: MatmulMode = "native",
     chunk_tokens: int | None = None,
-    run: Run = call_function,
+    run: RegionRunner = call_function,
 ) -> tuple[Tensor, Tensor]:
     """Return (Σ objective, Σ −log softmax(logits)[target]) over all targets that are not ignored.
 
@@ -92,12 +92,12 @@ def loss_sums(
 
     ``chunk_tokens`` limits the tokens whose logits exist at a time. The default uses 64 MiB for logits, or a quarter of
     the memory that the weight's gradient takes; on an accelerator 8,192 tokens, or as many as have 2^29 logits. The
-    weight's gradient is summed over chunks in float32. ``products`` selects how a CPU multiplies bfloat16; ``run``
+    weight's gradient is summed over chunks in float32. ``matmul_mode`` selects how a CPU multiplies bfloat16; ``run``
     calls the function that turns logits into losses if a gradient is needed.
     """
     if torch.is_grad_enabled() and (hidden_NM.requires_grad or weight_VM.requires_grad):
-        return _LossSums.apply(hidden_NM, weight_VM, bias_V, targets_N, options, products, chunk_tokens, run)
-    computed = sums_and_gradients(hidden_NM, weight_VM, targets_N, options, products, bias_V, chunk_tokens)
+        return _LossSums.apply(hidden_NM, weight_VM, bias_V, targets_N, options, matmul_mode, chunk_tokens, run)
+    computed = sums_and_gradients(hidden_NM, weight_VM, targets_N, options, matmul_mode, bias_V, chunk_tokens)
     return as_scalars(computed.sums, hidden_NM.dtype)
 
 
@@ -109,7 +109,7 @@ def token_nll(
     bias_V: Tensor | None = None,
     *,
     options: LossOptions = PLAIN,
-    products: Products = "native",
+    matmul_mode: MatmulMode = "native",
     chunk_tokens: int | None = None,
 ) -> Tensor:
     """Return each token's −log softmax(logits)[target], [N] float32, without gradient; 0 if the target is ignored.
@@ -117,7 +117,7 @@ def token_nll(
     Only options that change the logits have an effect.
     """
     nll_N = hidden_NM.new_zeros(len(targets_N), dtype=accumulate_dtype(hidden_NM.dtype))
-    for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, bias_V, products, chunk_tokens):
+    for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, bias_V, matmul_mode, chunk_tokens):
         losses_4n, _ = losses_(logits_nV, targets_N[chunk], options, with_gradient=False)
         nll_N[chunk] = losses_4n[1]
     return nll_N
@@ -134,13 +134,13 @@ class _LossSums(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         options: LossOptions,
-        products: Products,
+        matmul_mode: MatmulMode,
         chunk_tokens: int | None,
-        run: Run,
+        run: RegionRunner,
     ) -> tuple[Tensor, Tensor]:
         wanted = ctx.needs_input_grad[:2]
         computed = sums_and_gradients(
-            hidden, weight, targets, options, products, bias, chunk_tokens, wanted=wanted, run=run
+            hidden, weight, targets, options, matmul_mode, bias, chunk_tokens, wanted=wanted, run=run
         )
         ctx.save_for_backward(computed.dhidden_NM, computed.dweight_VM, computed.dbias_V)
         ctx.weight_dtype = weight.dtype
@@ -190,11 +190,11 @@ def sums_and_gradients(
     weight_VM: Tensor,
     targets_N: Tensor,
     options: LossOptions,
-    products: Products,
+    matmul_mode: MatmulMode,
     bias_V: Tensor | None = None,
     chunk_tokens: int | None = None,
     wanted: tuple[bool, ...] = (False, False),
-    run: Run = call_function,
+    run: RegionRunner = call_function,
     dweight_VM: Tensor | None = None,
     dbias_V: Tensor | None = None,
     *,
@@ -217,7 +217,7 @@ def sums_and_gradients(
     product_VM: Tensor | None = None
     if wanted[1] and bias_V is not None and dbias_V is None:
         dbias_V = torch.zeros_like(bias_V, dtype=partial)
-    for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, bias_V, products, chunk_tokens):
+    for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, bias_V, matmul_mode, chunk_tokens):
         losses_4n, dlogits_nV = losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted), run=run)
         sums += losses_4n[:2].sum(1, dtype=torch.float64)
         if softmax_2N is not None:
@@ -242,7 +242,7 @@ def gradient_of_rows(
     rows: slice,
     vocab_size: int,
     options: LossOptions,
-    products: Products,
+    matmul_mode: MatmulMode,
     dweight_vM: Tensor | None = None,
 ) -> Tensor:
     """Return the gradient for ``weight_vM``, the weight's ``rows`` v, as ``sums_and_gradients`` would.
@@ -251,7 +251,7 @@ def gradient_of_rows(
     tokens and is accumulated in place.
     """
     product_vM: Tensor | None = None
-    for chunk, hidden_nM, logits_nv in _chunks(hidden_NM, weight_vM, None, products, None):
+    for chunk, hidden_nM, logits_nv in _chunks(hidden_NM, weight_vM, None, matmul_mode, None):
         _gradient_of_logits_(logits_nv, targets_N[chunk], softmax_2N[:, chunk], rows.start, vocab_size, options)
         dweight_vM, product_vM = _plus_gradient(dweight_vM, logits_nv, hidden_nM, product_vM)
     if dweight_vM is None:  # no local tokens
@@ -271,7 +271,7 @@ def _plus_gradient(
     if not on_cpu(dlogits_nV):
         if total_VM is None:
             total_VM = hidden_nM.new_zeros(dlogits_nV.shape[1], hidden_nM.shape[1], dtype=partial)
-        add_wide_product_(total_VM, dlogits_nV.T, hidden_nM)
+        add_upcast_matmul_(total_VM, dlogits_nV.T, hidden_nM)
         return total_VM, None
     product_VM = torch.mm(dlogits_nV.T, hidden_nM, out=product_VM)
     return _plus(total_VM, product_VM, partial), product_VM
@@ -285,13 +285,13 @@ def as_scalars(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(
-    hidden_NM: Tensor, weight_VM: Tensor, bias_V: Tensor | None, products: Products, chunk_tokens: int | None
+    hidden_NM: Tensor, weight_VM: Tensor, bias_V: Tensor | None, matmul_mode: MatmulMode, chunk_tokens: int | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield each chunk's token range, hidden states, and logits before scale and cap, in the matmul dtype."""
     V, M = weight_VM.shape
     size = chunk_tokens or tokens_of_chunk(V, M, weight_VM.device.type)
     dtype = hidden_NM.dtype
-    if multiplies_in_float32(hidden_NM, products):
+    if multiplies_in_float32(hidden_NM, matmul_mode):
         dtype = torch.float32
     # All chunks reuse one logits buffer: separate buffers would be allocated from the system again for each chunk.
     memory = _memory(weight_VM, min(size, len(hidden_NM)), dtype)
@@ -368,7 +368,12 @@ def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def losses_(
-    logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with_gradient: bool, run: Run = call_function
+    logits_nV: Tensor,
+    targets_n: Tensor,
+    options: LossOptions,
+    *,
+    with_gradient: bool,
+    run: RegionRunner = call_function,
 ) -> tuple[Tensor, Tensor]:
     """Return each token's losses, and the gradient for the objectives' sum.
 
@@ -398,14 +403,14 @@ def _gradient_of_logits_(
     partial = accumulate_dtype(logits_nv.dtype)
     for block in row_tiles(len(logits_nv), _rows_of_block(logits_nv)):
         block_rv = logits_nv[block].to(partial)
-        targets_r, (peak_r1, mass_r1) = targets_n[block], softmax_2n[:, block].unsqueeze(2).unbind()
-        counted_r1 = (targets_r != IGNORED_TARGET).unsqueeze(1)
+        targets_r, (peak_r1, sum_exp_r1) = targets_n[block], softmax_2n[:, block].unsqueeze(2).unbind()
+        is_valid_r1 = (targets_r != IGNORED_TARGET).unsqueeze(1)
         slope_rv = _scale_and_cap_(block_rv, options, True)
         exp_rv = block_rv.sub_(peak_r1).exp_()
         chosen_r1 = targets_r.unsqueeze(1) - first
-        is_here_r1 = counted_r1 & (chosen_r1 >= 0) & (chosen_r1 < exp_rv.shape[1])
-        target = (chosen_r1, is_here_r1)
-        _gradient_of_exponentials_(exp_rv, (peak_r1, mass_r1), counted_r1, target, slope_rv, options, vocab_size)
+        is_local_r1 = is_valid_r1 & (chosen_r1 >= 0) & (chosen_r1 < exp_rv.shape[1])
+        target = (chosen_r1, is_local_r1)
+        _gradient_of_exponentials_(exp_rv, (peak_r1, sum_exp_r1), is_valid_r1, target, slope_rv, options, vocab_size)
         if block_rv.dtype != logits_nv.dtype:
             logits_nv[block] = block_rv
 
@@ -417,11 +422,11 @@ def whole_losses(
 
     For use under a compiler, which fuses instead. Without ``with_gradient`` the second result is empty.
     """
-    wide_nV = logits_nV.to(accumulate_dtype(logits_nV.dtype), copy=True)
-    losses = torch.stack(_block_losses_(wide_nV, targets_n, options, with_gradient))
+    upcast_nV = logits_nV.to(accumulate_dtype(logits_nV.dtype), copy=True)
+    losses = torch.stack(_block_losses_(upcast_nV, targets_n, options, with_gradient))
     if not with_gradient:
         return losses, logits_nV.new_empty(0)
-    return losses, wide_nV.to(logits_nV.dtype)
+    return losses, upcast_nV.to(logits_nV.dtype)
 
 
 def _block_losses_(
@@ -431,8 +436,8 @@ def _block_losses_(
     # With p the softmax and f the derivative of scale and cap, a logit's gradient is f · ((1 + 2 · z_loss · lse) · p −
     # label_smoothing / V − (1 − label_smoothing) · [it is the target's]).
     smoothing, z_loss = options.label_smoothing, options.z_loss
-    counted_r1 = (targets_r != IGNORED_TARGET).unsqueeze(1)
-    chosen_r1 = targets_r.unsqueeze(1).where(counted_r1, 0)
+    is_valid_r1 = (targets_r != IGNORED_TARGET).unsqueeze(1)
+    chosen_r1 = targets_r.unsqueeze(1).where(is_valid_r1, 0)
     slope_rV = _scale_and_cap_(logits_rV, options, with_gradient)
 
     # scores are logits less the row's largest: no exponential exceeds 1, and their sum is at least 1
@@ -443,28 +448,28 @@ def _block_losses_(
     if smoothing:
         smooth_score_r1 = score_r1.lerp(score_rV.mean(1, keepdim=True), smoothing)
     exp_rV = score_rV.exp_()
-    mass_r1 = exp_rV.sum(1, keepdim=True)
-    log_mass_r1 = mass_r1.log()
-    lse_r1 = peak_r1 + log_mass_r1
+    sum_exp_r1 = exp_rV.sum(1, keepdim=True)
+    log_sum_exp_r1 = sum_exp_r1.log()
+    lse_r1 = peak_r1 + log_sum_exp_r1
     # −log p = lse − logit = log_mass − score: the peak cancels, and is never rounded into the loss
-    objective_r1 = log_mass_r1 - smooth_score_r1
+    objective_r1 = log_sum_exp_r1 - smooth_score_r1
     if z_loss:
         objective_r1 += z_loss * lse_r1.square()
 
     # reuse the exponentials' memory for the gradient
     if with_gradient:
         _gradient_of_exponentials_(
-            exp_rV, (peak_r1, mass_r1), counted_r1, (chosen_r1, counted_r1), slope_rV, options, exp_rV.shape[1]
+            exp_rV, (peak_r1, sum_exp_r1), is_valid_r1, (chosen_r1, is_valid_r1), slope_rV, options, exp_rV.shape[1]
         )
 
-    objective_r, nll_r = (x.where(counted_r1, 0).squeeze(1) for x in (objective_r1, log_mass_r1 - score_r1))
-    return objective_r, nll_r, peak_r1.squeeze(1), mass_r1.squeeze(1)
+    objective_r, nll_r = (x.where(is_valid_r1, 0).squeeze(1) for x in (objective_r1, log_sum_exp_r1 - score_r1))
+    return objective_r, nll_r, peak_r1.squeeze(1), sum_exp_r1.squeeze(1)
 
 
 def _gradient_of_exponentials_(
     exp_rV: Tensor,
     softmax: tuple[Tensor, Tensor],
-    counted_r1: Tensor,
+    is_valid_r1: Tensor,
     target: tuple[Tensor, Tensor],
     slope_rV: Tensor | None,
     options: LossOptions,
@@ -475,13 +480,13 @@ def _gradient_of_exponentials_(
     ``softmax`` holds the largest logits and the exponential sums, ``target`` the target columns and a mask for those in
     range.
     """
-    smoothing, (peak_r1, mass_r1), (chosen_r1, is_here_r1) = options.label_smoothing, softmax, target
-    weight_r1 = counted_r1.to(exp_rV.dtype) * options.logit_scale
-    lse_r1 = peak_r1 + mass_r1.log()
-    dlogits_rV = exp_rV.mul_((1 + 2 * options.z_loss * lse_r1) / mass_r1 * weight_r1)
+    smoothing, (peak_r1, sum_exp_r1), (chosen_r1, is_local_r1) = options.label_smoothing, softmax, target
+    weight_r1 = is_valid_r1.to(exp_rV.dtype) * options.logit_scale
+    lse_r1 = peak_r1 + sum_exp_r1.log()
+    dlogits_rV = exp_rV.mul_((1 + 2 * options.z_loss * lse_r1) / sum_exp_r1 * weight_r1)
     if smoothing:
         dlogits_rV.sub_(weight_r1 * (smoothing / vocab_size))
-    dlogits_rV.scatter_add_(1, chosen_r1.where(is_here_r1, 0), weight_r1 * (smoothing - 1) * is_here_r1)
+    dlogits_rV.scatter_add_(1, chosen_r1.where(is_local_r1, 0), weight_r1 * (smoothing - 1) * is_local_r1)
     if slope_rV is not None:
         dlogits_rV.mul_(slope_rV)
 

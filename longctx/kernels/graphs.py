@@ -12,7 +12,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+def exclude_from_graphs(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function that torch.compile must not trace: each call is a graph break."""
     # ``torch.compiler.disable`` would import the tracer at decoration, which adds a second to every start
     left_out = torch._disable_dynamo(function)  # imports the tracer on first call

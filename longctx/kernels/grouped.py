@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import multiplies_in_float32
-from longctx.kernels.processor import Products
+from longctx.kernels.processor import MatmulMode
 
 _WORD_BYTES = 16
 """CUDA's grouped matmul reads words this long."""
@@ -42,26 +42,26 @@ def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     return order_R, inverse_R, counts[:num_experts].cumsum(0, dtype=torch.int32)  # grouped_mm only takes int32
 
 
-def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, *, products: Products) -> Tensor:
+def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, *, matmul_mode: MatmulMode) -> Tensor:
     """Multiply assignments [R, I] by their expert's weight to [R, O]; expert e has rows ``ends[e - 1]`` to ``ends[e]``.
 
     The last end must be R: kernels leave rows past it unwritten, and garbage times a gate of 0 may be NaN.
     """
-    if takes_grouped_mm(x_RI, weight_EIO, products=products):
-        return nn.functional.grouped_mm(aligned(x_RI), aligned(weight_EIO), offs=ends_E)
+    if supports_grouped_mm(x_RI, weight_EIO, matmul_mode=matmul_mode):
+        return nn.functional.grouped_mm(ensure_aligned(x_RI), ensure_aligned(weight_EIO), offs=ends_E)
     if not on_cpu(x_RI):
         return rows_by_blocks(x_RI, weight_EIO, ends_E)
     out_RO, start = x_RI.new_zeros(x_RI.shape[0], weight_EIO.shape[-1]), 0
     for stop, weight in zip(ends_E.tolist(), weight_EIO.unbind(), strict=True):
-        out_RO[start:stop] = _product(x_RI[start:stop], weight, products)
+        out_RO[start:stop] = _product(x_RI[start:stop], weight, matmul_mode)
         start = stop
     return out_RO
 
 
-def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, products: Products) -> Tensor:
+def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, matmul_mode: MatmulMode) -> Tensor:
     """Return each expert's weight gradient, [E, O, I]; exact zeros for an expert without assignments."""
-    if takes_grouped_mm(dy_RO, x_RI, products=products):
-        grad_EOI = nn.functional.grouped_mm(aligned(dy_RO).T, aligned(x_RI), offs=ends_E)
+    if supports_grouped_mm(dy_RO, x_RI, matmul_mode=matmul_mode):
+        grad_EOI = nn.functional.grouped_mm(ensure_aligned(dy_RO).T, ensure_aligned(x_RI), offs=ends_E)
         if not on_cpu(grad_EOI):  # CUDA kernels leave groups without assignments unwritten
             empty_E = ends_E == torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
             grad_EOI.masked_fill_(empty_E[:, None, None], 0)
@@ -70,7 +70,7 @@ def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, products: Prod
         return outer_by_blocks(dy_RO, x_RI, ends_E)
     grads, start = [], 0
     for stop in ends_E.tolist():
-        grads.append(_product(dy_RO[start:stop].T, x_RI[start:stop], products))
+        grads.append(_product(dy_RO[start:stop].T, x_RI[start:stop], matmul_mode))
         start = stop
     return torch.stack(grads)
 
@@ -78,17 +78,17 @@ def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, products: Prod
 def sum_by_expert(rows_RO: Tensor, ends_E: Tensor) -> Tensor:
     """Sum each expert's assignments in float32, [E, O], in a fixed order on every device."""
     offsets = torch.cat((ends_E.new_zeros(1), ends_E)).long()
-    wide = rows_RO.to(accumulate_dtype(rows_RO.dtype))
-    return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, initial=0)
+    upcast = rows_RO.to(accumulate_dtype(rows_RO.dtype))
+    return torch.segment_reduce(upcast, "sum", offsets=offsets, axis=0, initial=0)
 
 
-def takes_grouped_mm(a: Tensor, b: Tensor, *, products: Products) -> bool:
+def supports_grouped_mm(a: Tensor, b: Tensor, *, matmul_mode: MatmulMode) -> bool:
     """Return whether PyTorch's grouped matmul supports these dtypes and widths.
 
     Inner sizes must be a multiple of 16 bytes, and float64 is unsupported. float32 on CUDA also takes another path,
     since PyTorch multiplies it expert by expert with host syncs.
     """
-    if multiplies_in_float32(a, products):
+    if multiplies_in_float32(a, matmul_mode):
         return False
     return _has_grouped_mm(a) and _has_grouped_mm(b)
 
@@ -100,7 +100,7 @@ def _has_grouped_mm(x: Tensor) -> bool:
     return x.dtype in dtypes and x.shape[-1] * x.element_size() % _WORD_BYTES == 0
 
 
-def aligned(x: Tensor) -> Tensor:
+def ensure_aligned(x: Tensor) -> Tensor:
     """Return x as CUDA's grouped matmul requires it: copied if any matrix or row is not aligned to 16 bytes.
 
     CPUs take any address.
@@ -126,9 +126,9 @@ def is_aligned(x: Tensor) -> bool:
     return all(step * x.element_size() % _WORD_BYTES == 0 for step in steps)
 
 
-def _product(a: Tensor, b: Tensor, products: Products) -> Tensor:
+def _product(a: Tensor, b: Tensor, matmul_mode: MatmulMode) -> Tensor:
     """Return a · b in their dtype."""
-    if multiplies_in_float32(a, products):
+    if multiplies_in_float32(a, matmul_mode):
         return (a.float() @ b.float()).to(a.dtype)
     return a @ b
 
@@ -156,14 +156,14 @@ def outer_by_blocks(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
     """Return each expert's weight gradient, [E, O, I], summed over its blocks in a fixed order."""
     R, E, outer, inner = len(x_RI), len(ends_E), dy_RO.shape[1], x_RI.shape[1]
     dy_RO, x_RI = _with_zeros(dy_RO), _with_zeros(x_RI)
-    wide = accumulate_dtype(x_RI.dtype)
-    total_EOI = x_RI.new_zeros(E, outer * inner, dtype=wide)
+    partial = accumulate_dtype(x_RI.dtype)
+    total_EOI = x_RI.new_zeros(E, outer * inner, dtype=partial)
     experts_E = torch.arange(E, device=ends_E.device)
     for rows_nb, expert_n in _blocks(ends_E, R, inner * outer):
         parts_nOI = dy_RO[rows_nb].mT @ x_RI[rows_nb]
         # a matmul with zeros and ones adds in one order on every device; index_add does not
-        belongs_En = (expert_n == experts_E[:, None]).to(wide)
-        total_EOI.addmm_(belongs_En, parts_nOI.flatten(1).to(wide))
+        membership_En = (expert_n == experts_E[:, None]).to(partial)
+        total_EOI.addmm_(membership_En, parts_nOI.flatten(1).to(partial))
     return total_EOI.view(E, outer, inner).to(x_RI.dtype)
 
 

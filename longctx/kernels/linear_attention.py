@@ -31,14 +31,14 @@ CHUNK = 64
 
 
 @dataclass(frozen=True)
-class Segments:
+class StateSegments:
     """One device's rows, cut into segments: contiguous rows from one document."""
 
     documents: PackedDocuments
     """Segments as documents packed into these rows; boundaries as a list or tensor are converted."""
-    takes: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
     """Segments that also see their document's keys on other devices: each receives an incoming state."""
-    gives: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
     """Segments that return their own state."""
 
     def __post_init__(self) -> None:
@@ -55,11 +55,11 @@ class StateExchange(Protocol):
     Both methods start immediately; the function they return waits for the result.
     """
 
-    def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
+    def carry(self, sent_sBKDW: Tensor) -> Callable[[], Tensor]:
         """Map the provided states to the incoming states for segments that take one."""
         ...
 
-    def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
+    def carry_back(self, grad_received_sBKDW: Tensor) -> Callable[[], Tensor]:
         """Apply the transposed map: gradients at incoming states to gradients at provided states."""
         ...
 
@@ -69,33 +69,34 @@ def linear_attention(
     k_BtKD: Tensor,
     v_BtKV: Tensor,
     *,
-    segments: Segments,
+    segments: StateSegments,
     causal: bool = True,
-    carried_sBKDW: Tensor | None = None,
+    initial_states_sBKDW: Tensor | None = None,
     exchange: StateExchange | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Return output [B, t, H, V] in q's dtype and the state [s, B, K, D, V+1] for each segment in ``segments.gives``.
+    """Return output [B, t, H, V] in q's dtype and the state [s, B, K, D, V+1] for each segment in ``segments.sent``.
 
-    A query sees the keys in its own segment and, in a segment from ``segments.takes``, the incoming state:
-    ``carried_sBKDW``, or the result of ``exchange`` on the returned states. A returned state only covers its segment's
-    own keys: add the segment's incoming state to get the state after it. Sums and states are float32 (float64 for
-    float64 inputs). The output is 0 if all of a query's weights underflow to 0. Everything is differentiable. Raise
+    A query sees the keys in its own segment and, in a segment from ``segments.received``, the incoming state:
+    ``initial_states_sBKDW``, or the result of ``exchange`` on the returned states. A returned state only covers its
+    segment's own keys: add the segment's incoming state to get the state after it. Sums and states are float32 (float64
+    for float64 inputs). The output is 0 if all of a query's weights underflow to 0. Everything is differentiable. Raise
     ConfigError if sizes do not fit.
     """
-    check_tensors(q_BtHD, k_BtKD, v_BtKV)
+    check_qkv(q_BtHD, k_BtKD, v_BtKV)
     _check_segments(segments, q_BtHD.shape[1], chunk)
     K, D = k_BtKD.shape[2:]
-    wanted = (len(segments.takes), q_BtHD.shape[0], K, D, v_BtKV.shape[3] + 1)
-    if carried_sBKDW is not None and (exchange is not None or tuple(carried_sBKDW.shape) != wanted):
+    wanted = (len(segments.received), q_BtHD.shape[0], K, D, v_BtKV.shape[3] + 1)
+    if initial_states_sBKDW is not None and (exchange is not None or tuple(initial_states_sBKDW.shape) != wanted):
         raise ConfigError(
-            f"carried states have shape {tuple(carried_sBKDW.shape)}; the {len(segments.takes)} segments that take one "
+            f"carried states have shape {tuple(initial_states_sBKDW.shape)}; the {len(segments.received)} "
+            "segments that take one "
             f"need {wanted} (segments, B, key heads, D, V+1), and no exchange beside it."
         )
-    return _LinearAttention.apply(q_BtHD, k_BtKD, v_BtKV, carried_sBKDW, segments, causal, exchange, chunk)
+    return _LinearAttention.apply(q_BtHD, k_BtKD, v_BtKV, initial_states_sBKDW, segments, causal, exchange, chunk)
 
 
-def check_tensors(q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor) -> None:
+def check_qkv(q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor) -> None:
     """Raise ConfigError unless shapes and dtypes are consistent."""
     q, k, v = q_BtHD, k_BtKD, v_BtKV
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -107,11 +108,11 @@ def check_tensors(q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor) -> None:
         raise ConfigError(f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads ({shapes}).")
 
 
-def _check_segments(segments: Segments, rows: int, chunk: int) -> None:
+def _check_segments(segments: StateSegments, rows: int, chunk: int) -> None:
     """Raise ConfigError unless the segments cover these rows and a chunk has at least one row."""
     count = PackedDocuments.of(segments.documents, rows).num_documents
-    if any(not 0 <= s < count for s in segments.takes + segments.gives):
-        raise ConfigError(f"takes {segments.takes} and gives {segments.gives} must be among the {count} segments.")
+    if any(not 0 <= s < count for s in segments.received + segments.sent):
+        raise ConfigError(f"takes {segments.received} and gives {segments.sent} must be among the {count} segments.")
     if chunk < 1:
         raise ConfigError(f"chunk={chunk} must be at least 1 row. Use {CHUNK}.")
 
@@ -125,64 +126,64 @@ class _LinearAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        carried: Tensor | None,
-        segments: Segments,
+        initial_states: Tensor | None,
+        segments: StateSegments,
         causal: bool,
         exchange: StateExchange | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         f, g, u = _features(q, k, v)
         # states first: they travel to other devices while this one computes its own rows
-        given, taken = _states(g, u, segments, segments.gives), carried
-        arriving = None
+        sent, received = _states(g, u, segments, segments.sent), initial_states
+        wait_for_states = None
         if exchange is not None:
-            arriving = exchange.carry(given)
+            wait_for_states = exchange.carry(sent)
         chunks = _chunks(segments.documents, chunk, q.device)
         sums = _scan(f, g, u, chunks, before=True, after=not causal)
-        if arriving is not None:
-            taken = arriving()
-        if taken is not None:
-            taken = taken.to(sums.dtype)
-            _add_product(sums, f, taken, segments, segments.takes)
+        if wait_for_states is not None:
+            received = wait_for_states()
+        if received is not None:
+            received = received.to(sums.dtype)
+            _add_product(sums, f, received, segments, segments.received)
         # The ones column has summed the denominators. If all weights underflow, use 0 / 1 instead of 0 / 0.
         weight = sums[..., -1:]
         weight = weight.masked_fill(weight == 0, 1.0)
         out = (sums[..., :-1] / weight).to(q.dtype).flatten(2, 3)
-        ctx.save_for_backward(q, k, v, out, weight, taken)
+        ctx.save_for_backward(q, k, v, out, weight, received)
         ctx.segments, ctx.causal, ctx.exchange, ctx.chunks = segments, causal, exchange, chunks
-        return out, given
+        return out, sent
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dgiven: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, weight, taken = ctx.saved_tensors
+    def backward(ctx: Any, dout: Tensor, grad_sent: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, weight, received = ctx.saved_tensors
         segments, causal, exchange, chunks = ctx.segments, ctx.causal, ctx.exchange, ctx.chunks
         f, g, u = _features(q, k, v)
         dsums = _sums_gradient(dout, out, weight)
-        dtaken: Tensor | None = None
-        if taken is not None:
-            dtaken = _states(f, dsums, segments, segments.takes)
+        grad_received: Tensor | None = None
+        if received is not None:
+            grad_received = _states(f, dsums, segments, segments.received)
         # start the transfer back, to overlap it with local computation
-        arriving = None
+        wait_for_grads = None
         if exchange is not None:
-            arriving = exchange.carry_back(dtaken)
+            wait_for_grads = exchange.carry_back(grad_received)
         # y = Σ (f·g) u: each factor's gradient is the same sum with that factor replaced by the output gradient. A
         # query sums over keys before it, so a key's gradient sums over queries after it.
         df = _scan(dsums, u, g, chunks, before=True, after=not causal)
         dg = _scan(u, dsums, f, chunks, before=not causal, after=True)
         du = _scan(g, f, dsums, chunks, before=not causal, after=True)
-        if taken is not None:
-            _add_product(df, dsums, taken.mT, segments, segments.takes)
-        if arriving is not None:
-            dgiven = dgiven + arriving()
-        _add_product(dg, u, dgiven.mT, segments, segments.gives)
-        _add_product(du, g, dgiven, segments, segments.gives)
+        if received is not None:
+            _add_product(df, dsums, received.mT, segments, segments.received)
+        if wait_for_grads is not None:
+            grad_sent = grad_sent + wait_for_grads()
+        _add_product(dg, u, grad_sent.mT, segments, segments.sent)
+        _add_product(du, g, grad_sent, segments, segments.sent)
         dq, dk = df * f.clamp(max=1.0), dg * g.clamp(max=1.0)  # φ' is 1 above 0 and φ itself below
         dv = du[..., :-1]  # the column of ones has no gradient
         dq, dk, dv = (part.to(x.dtype).reshape(x.shape) for part, x in ((dq, q), (dk, k), (dv, v)))
         # states from an exchange get their gradients through it
         if exchange is not None:
-            dtaken = None
-        return dq, dk, dv, dtaken, None, None, None, None
+            grad_received = None
+        return dq, dk, dv, grad_received, None, None, None, None
 
 
 def _features(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,7 +205,7 @@ def _sums_gradient(dout: Tensor, out: Tensor, weight: Tensor) -> Tensor:
     return torch.cat((dout, -(dout * out).sum(-1, keepdim=True)), -1).div_(weight)
 
 
-def _states(b_BtKGX: Tensor, c_BtKGY: Tensor, segments: Segments, which: tuple[int, ...]) -> Tensor:
+def _states(b_BtKGX: Tensor, c_BtKGY: Tensor, segments: StateSegments, which: tuple[int, ...]) -> Tensor:
     """Return Σ bᵀc over each of these segments' rows (and the group's heads), [s, B, K, X, Y]."""
     B, _, K, _, X = b_BtKGX.shape
     out = b_BtKGX.new_zeros(len(which), B, K, X, c_BtKGY.shape[-1])
@@ -215,7 +216,7 @@ def _states(b_BtKGX: Tensor, c_BtKGY: Tensor, segments: Segments, which: tuple[i
 
 
 def _add_product(
-    y_BtKGY: Tensor, a_BtKGX: Tensor, state_sBKXY: Tensor, segments: Segments, which: tuple[int, ...]
+    y_BtKGY: Tensor, a_BtKGX: Tensor, state_sBKXY: Tensor, segments: StateSegments, which: tuple[int, ...]
 ) -> None:
     """Add a·state to each of these segments' rows, in place."""
     for state_BKXY, segment in zip(state_sBKXY, which, strict=True):
@@ -234,9 +235,9 @@ class _Chunks:
     """Whether two rows in a chunk share a segment; [1, C, C] if all do."""
     passes: tuple[list[bool], list[bool]]
     """Whether the neighbouring chunk's state passes through this one."""
-    leaving_NC: tuple[Tensor | None, Tensor | None]
+    final_rows_NC: tuple[Tensor | None, Tensor | None]
     """Rows included in the state that leaves a chunk: its last (first) row's segment; unset for all."""
-    entering_NC: tuple[Tensor | None, Tensor | None]
+    incoming_rows_NC: tuple[Tensor | None, Tensor | None]
     """Rows affected by the state that enters a chunk; unset for all."""
 
 
@@ -255,8 +256,8 @@ def _chunks(segments: PackedDocuments, size: int, device: torch.device) -> _Chun
     passes = ((last == before).tolist(), (first == after).tolist())
     # one segment: all rows see each other, and masks would only add cost
     if first[0] == last[-1]:
-        everything = torch.ones(1, size, size, dtype=torch.bool, device=device)
-        return _Chunks(size, count, everything, passes, (None, None), (None, None))
+        all_visible = torch.ones(1, size, size, dtype=torch.bool, device=device)
+        return _Chunks(size, count, all_visible, passes, (None, None), (None, None))
     same = segment_NC.unsqueeze(2) == segment_NC.unsqueeze(1)
 
     def on_device(mask: Tensor) -> Tensor:
@@ -288,8 +289,8 @@ def _scan(a_BtKGX: Tensor, b_BtKGX: Tensor, c_BtKGY: Tensor, chunks: _Chunks, *,
     # across chunks: through the incoming state
     for wanted, side in ((before, 0), (after, 1)):
         if wanted and chunks.count > 1:
-            part = a @ _entering(b, c, chunks, side)
-            y += _only(part, chunks.entering_NC[side])
+            part = a @ _incoming_states(b, c, chunks, side)
+            y += _only(part, chunks.incoming_rows_NC[side])
     return y.unflatten(3, (groups, chunks.size)).permute(0, 1, 4, 2, 3, 5).flatten(1, 2)[:, :t]
 
 
@@ -308,9 +309,9 @@ def _only(x_BNKRX: Tensor, rows_NC: Tensor | None) -> Tensor:
     return (x_BNKRX.unflatten(3, (-1, rows_NC.shape[1])) * rows_NC[:, None, None, :, None]).flatten(3, 4)
 
 
-def _entering(b_BNKSX: Tensor, c_BNKSY: Tensor, chunks: _Chunks, side: int) -> Tensor:
+def _incoming_states(b_BNKSX: Tensor, c_BNKSY: Tensor, chunks: _Chunks, side: int) -> Tensor:
     """Return each chunk's incoming state, [B, N, K, X, Y], from rows before it (side 0) or after it (side 1)."""
-    states = b_BNKSX.mT @ _only(c_BNKSY, chunks.leaving_NC[side])
+    states = b_BNKSX.mT @ _only(c_BNKSY, chunks.final_rows_NC[side])
     order, step, first = range(1, chunks.count), 1, 0
     if side == 1:
         order, step, first = range(chunks.count - 2, -1, -1), -1, chunks.count - 1
@@ -319,6 +320,6 @@ def _entering(b_BNKSX: Tensor, c_BNKSY: Tensor, chunks: _Chunks, side: int) -> T
         if chunks.passes[side][n]:
             states[:, n] += states[:, n - step]
     # the state leaving a chunk enters the next one; the first chunk receives zeros
-    entering = states.roll(step, 1)
-    entering[:, first] = 0
-    return entering
+    incoming = states.roll(step, 1)
+    incoming[:, first] = 0
+    return incoming

@@ -2,7 +2,7 @@
 
 A CPU without bfloat16 instructions unpacks each bfloat16 operand repeatedly: PyTorch's matmul then takes two to eight
 times as long as converting once, multiplying in float32 and rounding the result once, which is also more exact. Both
-modes run on every processor; ``processor.fastest_products`` returns the faster one here.
+modes run on every processor; ``processor.fastest_matmul_mode`` returns the faster one here.
 
 Axes: N rows (any leading shape), n rows of one tile, I input width, O output width.
 """
@@ -18,34 +18,34 @@ from torch.autograd.function import once_differentiable
 
 from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.processor import Products, multiplies_rows_as_vectors
+from longctx.kernels.processor import MatmulMode, multiplies_rows_as_vectors
 
 _ROWS = 4096
 """Maximum rows converted at once; bounds the copies."""
 
 
-def multiplies_in_float32(x: Tensor, products: Products) -> bool:
+def multiplies_in_float32(x: Tensor, matmul_mode: MatmulMode) -> bool:
     """Return whether matmuls with ``x`` run in float32 instead of its own dtype."""
-    return products == "float32" and x.dtype == torch.bfloat16 and on_cpu(x)
+    return matmul_mode == "float32" and x.dtype == torch.bfloat16 and on_cpu(x)
 
 
-def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:
+def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, matmul_mode: MatmulMode) -> Tensor:
     """Return x · weightᵀ + bias in x's dtype, [N, O]."""
     if x_NI.dtype == torch.float32:
         return nn.functional.linear(x_NI, weight_OI, bias_O)
     if not torch.is_grad_enabled():
-        return multiply(x_NI, weight_OI, bias_O, products=products)
-    if multiplies_in_float32(x_NI, products):
-        return _Linear.apply(x_NI, weight_OI, bias_O, products, True)
+        return multiply(x_NI, weight_OI, bias_O, matmul_mode=matmul_mode)
+    if multiplies_in_float32(x_NI, matmul_mode):
+        return _Linear.apply(x_NI, weight_OI, bias_O, matmul_mode, True)
     return nn.functional.linear(x_NI, weight_OI, bias_O)
 
 
-def linear_graph(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:
+def linear_graph(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, matmul_mode: MatmulMode) -> Tensor:
     """Record ``linear`` for its backward pass only, without computing it; all values are NaN.
 
     For recomputation, if no backward reads the output.
     """
-    return _Linear.apply(x_NI, weight_OI, bias_O, products, False)
+    return _Linear.apply(x_NI, weight_OI, bias_O, matmul_mode, False)
 
 
 def no_values(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -58,18 +58,18 @@ def nan_of_shape(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_full((), torch.nan).expand(tuple(shape))
 
 
-def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:
+def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, matmul_mode: MatmulMode) -> Tensor:
     """Compute ``linear`` without a gradient, for an ``autograd.Function``'s forward pass."""
     if x_NI.dtype == torch.float32:
         return nn.functional.linear(x_NI, weight_OI, bias_O)
-    if is_one_row(x_NI) and is_vector_product(x_NI, products):
+    if is_one_row(x_NI) and is_vector_product(x_NI, matmul_mode):
         # reads every weight once, without conversion, and sums in float32
         if bias_O is None:
             out_O = torch.mv(weight_OI, x_NI.reshape(-1))
         else:
             out_O = torch.addmv(bias_O, weight_OI, x_NI.reshape(-1))
         return out_O.view(x_NI.shape[:-1] + out_O.shape)
-    if not multiplies_in_float32(x_NI, products):
+    if not multiplies_in_float32(x_NI, matmul_mode):
         return nn.functional.linear(x_NI, weight_OI, bias_O)
     # a graph that unrolled the tiles would only serve one row count
     if torch.compiler.is_compiling():
@@ -95,16 +95,16 @@ def is_one_row(x_NI: Tensor) -> bool:
     return on_cpu(x_NI) and x_NI.numel() == x_NI.shape[-1]
 
 
-def is_vector_product(x: Tensor, products: Products) -> bool:
+def is_vector_product(x: Tensor, matmul_mode: MatmulMode) -> bool:
     """Return whether a single row uses a matrix-vector product instead of a one-row matmul."""
-    return x.dtype != torch.bfloat16 or products == "float32" or multiplies_rows_as_vectors()
+    return x.dtype != torch.bfloat16 or matmul_mode == "float32" or multiplies_rows_as_vectors()
 
 
 def multiply_backward(
-    dy_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, *, needs_x: bool, needs_weight: bool, products: Products
+    dy_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, *, needs_x: bool, needs_weight: bool, matmul_mode: MatmulMode
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return ``multiply``'s gradients for x and the weight, each in its dtype, if needed."""
-    if multiplies_in_float32(x_NI, products):
+    if multiplies_in_float32(x_NI, matmul_mode):
         backward = _multiply_backward
         if torch.compiler.is_compiling():
             backward = torch.ops.longctx.multiply_backward.default
@@ -127,16 +127,16 @@ def _multiply_backward(
     """Compute ``multiply_backward`` in float32; return an empty tensor for a gradient that is not needed."""
     rows_NI, dy_rows_NO = x_NI.reshape(-1, x_NI.shape[-1]), dy_NO.reshape(-1, dy_NO.shape[-1])
     dx_NI = dweight_OI = x_NI.new_empty(0)
-    wide_weight_OI = weight_OI
+    upcast_weight_OI = weight_OI
     if needs_x:
-        wide_weight_OI, dx_NI = weight_OI.float(), torch.empty_like(rows_NI)
+        upcast_weight_OI, dx_NI = weight_OI.float(), torch.empty_like(rows_NI)
     if needs_weight:
         # accumulated over tiles in float32 and rounded once
         dweight_OI = rows_NI.new_zeros(weight_OI.shape, dtype=torch.float32)
     for n in row_tiles(len(rows_NI), _ROWS):
         dy_nO = dy_rows_NO[n].float()
         if needs_x:
-            dx_NI[n] = dy_nO @ wide_weight_OI
+            dx_NI[n] = dy_nO @ upcast_weight_OI
         if needs_weight:
             dweight_OI.addmm_(dy_nO.T, rows_NI[n].float())
     if needs_x:
@@ -150,21 +150,21 @@ def sum_rows(dy_NO: Tensor) -> Tensor:
     return dy_NO.flatten(0, -2).sum(0, dtype=accumulate_dtype(dy_NO.dtype)).to(dy_NO.dtype)
 
 
-def add_wide_product_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
+def add_upcast_matmul_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
     """Add a · b to a total with a wider dtype than its factors.
 
     On CUDA it is one matmul without rounding or temporary memory; other devices convert the factors.
     """
     # an operator, because PyTorch 2.11 traces its own ``addmm`` without the result's dtype
-    torch.ops.longctx.add_wide_product_.default(total_OI, a_ON, b_NI)
+    torch.ops.longctx.add_upcast_matmul_.default(total_OI, a_ON, b_NI)
 
 
-def _add_wide_product_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
+def _add_upcast_matmul_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
     total_OI.addmm_(a_ON.to(total_OI.dtype), b_NI.to(total_OI.dtype))
 
 
-def add_wide_product_on_cuda_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
-    """Compute ``add_wide_product_`` with CUDA's addmm, the only one that takes factors narrower than its result."""
+def add_upcast_matmul_on_cuda_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
+    """Compute ``add_upcast_matmul_`` with CUDA's addmm, the only one that takes factors narrower than its result."""
     torch.addmm(total_OI, a_ON, b_NI, out_dtype=total_OI.dtype, out=total_OI)
 
 
@@ -174,12 +174,12 @@ class _Linear(torch.autograd.Function):
     # Saves the parameter itself, not a copy: ZeRO-3 frees a gathered weight by emptying the parameter.
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, products: Products, has_values: bool
+        ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, matmul_mode: MatmulMode, has_values: bool
     ) -> Tensor:
         ctx.save_for_backward(x_NI, weight_OI)
-        ctx.products = products
+        ctx.products = matmul_mode
         if has_values:
-            return multiply(x_NI, weight_OI, bias_O, products=products)
+            return multiply(x_NI, weight_OI, bias_O, matmul_mode=matmul_mode)
         return no_values(x_NI, weight_OI)
 
     @staticmethod
@@ -187,8 +187,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         x, weight = ctx.saved_tensors
-        products = ctx.products
-        dx, dweight = multiply_backward(dy, x, weight, needs_x=needs_x, needs_weight=needs_weight, products=products)
+        matmul_mode = ctx.products
+        dx, dweight = multiply_backward(
+            dy, x, weight, needs_x=needs_x, needs_weight=needs_weight, matmul_mode=matmul_mode
+        )
         dbias: Tensor | None = None
         if needs_bias:
             dbias = sum_rows(dy)
@@ -226,7 +228,7 @@ for _name, _operator, _fake in (
 ):
     _library.impl(_name, _operator, "CompositeExplicitAutograd")
     torch.library.register_fake(f"longctx::{_name}", _fake, lib=_library)
-_library.define("add_wide_product_(Tensor(a!) total, Tensor a, Tensor b) -> ()")
-_library.impl("add_wide_product_", _add_wide_product_, "CompositeExplicitAutograd")
-_library.impl("add_wide_product_", add_wide_product_on_cuda_, "CUDA")
-torch.library.register_fake("longctx::add_wide_product_", lambda *_: None, lib=_library)
+_library.define("add_upcast_matmul_(Tensor(a!) total, Tensor a, Tensor b) -> ()")
+_library.impl("add_upcast_matmul_", _add_upcast_matmul_, "CompositeExplicitAutograd")
+_library.impl("add_upcast_matmul_", add_upcast_matmul_on_cuda_, "CUDA")
+torch.library.register_fake("longctx::add_upcast_matmul_", lambda *_: None, lib=_library)

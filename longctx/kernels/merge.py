@@ -17,7 +17,7 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
     Log-sum-exps are float64; a row without a key in one result takes the other's.
     """
-    if out.is_cuda and has_triton() and is_one_stretch(out, lse, block_out, block_lse):
+    if out.is_cuda and has_triton() and are_contiguous(out, lse, block_out, block_lse):
         torch.ops.longctx.merge_.default(out, lse, block_out, block_lse)
     else:
         merge_eager_(out, lse, block_out, block_lse)
@@ -41,7 +41,7 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def is_one_stretch(*tensors: Tensor) -> bool:
+def are_contiguous(*tensors: Tensor) -> bool:
     """Return whether all tensors are contiguous, as the kernel requires."""
     return all(tensor.is_contiguous() for tensor in tensors)
 

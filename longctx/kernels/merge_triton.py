@@ -27,13 +27,13 @@ def merge_kernel(out, lse, block_out, block_lse, rows, V: tl.constexpr, V_PADDED
     # subtract the larger one, so that no exponential exceeds 1; without any key it is −inf
     peak = tl.maximum(old, new)
     origin = tl.where(peak == float("-inf"), 0.0, peak)
-    old_mass, new_mass = tl.exp(old - origin), tl.exp(new - origin)
-    mass = old_mass + new_mass
-    divisor = tl.where(mass == 0.0, 1.0, mass)
-    tl.store(lse + row, tl.where(mass == 0.0, float("-inf"), origin + tl.log(divisor)), mask=is_row)
+    old_exp, new_exp = tl.exp(old - origin), tl.exp(new - origin)
+    sum_exp = old_exp + new_exp
+    divisor = tl.where(sum_exp == 0.0, 1.0, sum_exp)
+    tl.store(lse + row, tl.where(sum_exp == 0.0, float("-inf"), origin + tl.log(divisor)), mask=is_row)
 
-    old_weight = (old_mass / divisor).to(tl.float32)
-    new_weight = (new_mass / divisor).to(tl.float32)
+    old_weight = (old_exp / divisor).to(tl.float32)
+    new_weight = (new_exp / divisor).to(tl.float32)
     channel = tl.arange(0, V_PADDED)
     at = row[:, None] * V + channel[None, :]
     is_value = is_row[:, None] & (channel < V)[None, :]

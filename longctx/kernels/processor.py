@@ -7,12 +7,12 @@ from typing import Literal
 
 import torch
 
-Products = Literal["native", "float32"]
+MatmulMode = Literal["native", "float32"]
 """How a CPU multiplies bfloat16: directly (``native``), or converted to float32 and rounded once at the end.
 
 Other dtypes and other devices multiply directly in either mode.
 """
-PRODUCTS: tuple[Products, ...] = ("native", "float32")
+MATMUL_MODES: tuple[MatmulMode, ...] = ("native", "float32")
 
 
 @lru_cache(maxsize=1)
@@ -22,7 +22,7 @@ def has_native_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def fastest_products() -> Products:
+def fastest_matmul_mode() -> MatmulMode:
     """Return the faster mode on this machine's processor, a model's default."""
     if has_native_bfloat16():
         return "native"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 
-class Run(Protocol):
+class RegionRunner(Protocol):
     """Callable that runs a block's functions: eager or compiled."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, tokens_dim: int = 1) -> Any:
@@ -41,7 +41,7 @@ def call_function(function: Callable[..., Any], *args: Any, tokens_dim: int = 1)
     return function(*args)
 
 
-def run_with(compiler: str | None) -> Run:
+def run_with(compiler: str | None) -> RegionRunner:
     """Return the runner for a model's regions: compiled with this backend, or eager without one."""
     if compiler is None:
         return call_function
@@ -66,7 +66,7 @@ class Regions:
         """
         if function not in self._compiled:
             self._compiled[function] = self._compile(function)
-        args = tuple(_laid_out_alike(arg) for arg in args)
+        args = tuple(_contiguous_arg(arg) for arg in args)
         tensors = list(_tensors(args))
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, tokens_dim)
@@ -109,7 +109,7 @@ def missing_for_compiling(device_type: str) -> str | None:
     return None
 
 
-def _laid_out_alike(arg: Any) -> Any:
+def _contiguous_arg(arg: Any) -> Any:
     """Return a contiguous copy if a tensor or its base is not contiguous; return anything else unchanged."""
     # graphs are specialized on strides, and a view's strides change with the full tensor
     if not isinstance(arg, Tensor):

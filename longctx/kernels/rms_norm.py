@@ -56,9 +56,9 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Ten
     """Return the result in x's dtype, and each row's 1 / sqrt(mean(x²) + eps)."""
     # float32: in bfloat16, a mean over thousands of squares would lose the small ones
     partial = accumulate_dtype(x.dtype)
-    wide = x.to(partial)
-    rstd_N1 = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
-    out, factor = _times(wide, rstd_N1, wide is not x), _factor(weight, offset, partial)
+    upcast = x.to(partial)
+    rstd_N1 = torch.linalg.vecdot(upcast, upcast).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+    out, factor = _times(upcast, rstd_N1, upcast is not x), _factor(weight, offset, partial)
     # PyTorch 2.11's compiler loses the gradient for a result that has a second name, as ``mul_`` and ``to`` with the
     # same dtype return it (its issue 180642). In compiled code an in-place multiplication gains no time.
     if torch.compiler.is_compiling():
@@ -97,22 +97,22 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd_N1 = ctx.saved_tensors
         partial = accumulate_dtype(x.dtype)
         is_copied = x.dtype != partial
-        normed, wide = _times(x.to(partial), rstd_N1, is_copied), dy.to(partial)
+        normed, dy_upcast = _times(x.to(partial), rstd_N1, is_copied), dy.to(partial)
         dweight: Tensor | None = None
         if ctx.needs_input_grad[1]:
-            dweight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
+            dweight = (dy_upcast * normed).flatten(0, -2).sum(0).to(weight.dtype)
         # with n = x · rstd: dx = rstd · (dn − n · mean(dn · n)), the second term through rstd
-        dnormed = _times(wide, _factor(weight, ctx.offset, partial), is_copied)
+        dnormed = _times(dy_upcast, _factor(weight, ctx.offset, partial), is_copied)
         mean_N1 = torch.linalg.vecdot(dnormed, normed).div_(x.shape[-1]).unsqueeze(-1)
         dx = dnormed.addcmul_(normed, mean_N1, value=-1).mul_(rstd_N1)
         return dx.to(x.dtype), dweight, None, None
 
 
-def _times(wide: Tensor, factor: Tensor, in_place: bool) -> Tensor:
-    """Multiply, in place if ``wide`` is a copy: new pages would take longer than the multiplication."""
+def _times(upcast: Tensor, factor: Tensor, in_place: bool) -> Tensor:
+    """Multiply, in place if ``upcast`` is a copy: new pages would take longer than the multiplication."""
     if in_place:
-        return wide.mul_(factor)
-    return wide * factor
+        return upcast.mul_(factor)
+    return upcast * factor
 
 
 def _factor(weight: Tensor, offset: bool, partial: torch.dtype) -> Tensor:

@@ -11,39 +11,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from longctx.architecture.layers import layer_specs
-from longctx.architecture.rules import MOST_LAYERS
+from longctx.architecture.layer_specs import layer_specs
+from longctx.architecture.model_rules import MAX_LAYERS
 from longctx.config import ModelConfig
-from longctx.kernels.attention.contract import Scores
-from longctx.kernels.regions import Run, call_function
+from longctx.kernels.attention.kernel_interface import ScoreRules
+from longctx.kernels.regions import RegionRunner, call_function
+from longctx.model.activation_offload import HostStore, Keep
 from longctx.model.attention.core import PassCore, Plan
 from longctx.model.attention.sequences import PassCache
-from longctx.model.experts.layer import MixtureOfExperts, MoECall
-from longctx.model.kept import HostStore, Keep
+from longctx.model.experts.moe_layer import MixtureOfExperts, MoECall
 from longctx.model.layers.dropout import Draw, Dropout
 from longctx.model.layers.mlp import FeedForward
 from longctx.model.layers.norms import build_norm
-from longctx.model.mixers.cross import CrossCall
+from longctx.model.mixers.cross_projections import CrossCall
+from longctx.model.mixers.mixer_networks import NETWORKS
 from longctx.model.mixers.network import MixerNetwork
-from longctx.model.mixers.table import NETWORKS
 from longctx.model.recompute import RecomputeCache, recomputed
 from longctx.model.rotary import RotaryTable
 
-Draws = tuple[Draw | None, Draw | None, Draw | None]
+ResidualDropout = tuple[Draw | None, Draw | None, Draw | None]
 """Dropout draws for a layer's residual sums: attention's, the FFN's, and cross attention's if it has one."""
 
-_CROSS_SITES = 2 * MOST_LAYERS
+_CROSS_SITES = 2 * MAX_LAYERS
 """Dropout sites below it belong to attention and FFN, two per layer; cross attention's start here."""
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class LayerCall:
     """One layer's arguments in a forward pass; for layers with one mixer they differ only in ``layer``."""
 
     core: PassCore
     plan: Plan
     """The core's plan for this pass, made before the first layer, so that recomputation reads the same one."""
-    scores: Scores
+    scores: ScoreRules
     cache: PassCache | None
     dropout: Dropout | None
     experts: MoECall
@@ -52,16 +52,16 @@ class Call:
     keep: Keep = "all"
     store: HostStore | None = None
     """Store for tensors that survive until backward; None keeps them on the device."""
-    by_chunks: Callable[[Block, Tensor, RotaryTable | None, Call], tuple[Tensor, ...]] | None = None
+    by_chunks: Callable[[Block, Tensor, RotaryTable | None, LayerCall], tuple[Tensor, ...]] | None = None
     """Runs the layer one token chunk at a time; its input is then the handle to a residual stream."""
     only_graph: bool = False
     """True in a second run if backward does not read the layer's output."""
-    run: Run = call_function
+    run: RegionRunner = call_function
     """Calls the block's parts on both sides of the core, eager or compiled."""
     cross: CrossCall | None = None
     """Cross attention's arguments, in a decoder that reads a source."""
 
-    def draws(self) -> Draws:
+    def residual_dropout(self) -> ResidualDropout:
         """Return the dropout draws for the layer's residual sums."""
         if self.dropout is None:
             return None, None, None
@@ -87,8 +87,8 @@ class Block(nn.Module):
         self.self_attn: MixerNetwork = NETWORKS[spec.mixer.name](config, spec)
         if spec.ffn == "experts":
             # Statistics and replays count expert layers, not all layers.
-            earlier_expert_layers = sum(map(config.has_experts, range(layer)))
-            self.mlp = MixtureOfExperts(config, experts, layer=earlier_expert_layers)
+            num_previous_expert_layers = sum(map(config.has_experts, range(layer)))
+            self.mlp = MixtureOfExperts(config, experts, layer=num_previous_expert_layers)
         else:
             self.mlp = FeedForward(config, config.ffn_size, bias=config.ffn_bias)
         if self.norms_inputs:
@@ -102,7 +102,7 @@ class Block(nn.Module):
         self.layer_scalar: Tensor | None
         self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalars else None)
 
-    def forward(self, x_BtM: Tensor, table: RotaryTable | None, *, call: Call) -> tuple[Tensor, ...]:
+    def forward(self, x_BtM: Tensor, table: RotaryTable | None, *, call: LayerCall) -> tuple[Tensor, ...]:
         """Return the layer's output [B, t, M], followed by ``RouterStats.tensors`` if it has experts.
 
         ``call.keep`` selects what survives until backward. With ``call.by_chunks`` x and the output are handles to a
@@ -123,19 +123,19 @@ class Block(nn.Module):
     # norm reads it. Backward recomputes the rest: that sends nothing and runs no softmax attention (linear attention
     # recomputes its own rows); only the experts' backward sends their tokens again. With keep="inputs" x and the ids
     # survive, and the core computes and sends a second time.
-    def _run_and_keep(self, x_BtM: Tensor, table: RotaryTable | None, call: Call) -> tuple[Tensor, ...]:
+    def _run_and_keep(self, x_BtM: Tensor, table: RotaryTable | None, call: LayerCall) -> tuple[Tensor, ...]:
         if call.keep == "all":
             return self._run(x_BtM, table, call, None)
         return recomputed(self._run, x_BtM, table, call, keep=call.keep, store=call.store)
 
     def _run(
-        self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
+        self, x_BtM: Tensor, table: RotaryTable | None, call: LayerCall, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
-        heads_BtHV = self._attend(x_BtM, table, call, recompute_cache)
-        return self.finish(x_BtM, heads_BtHV, call.draws(), call, recompute_cache)
+        heads_BtHV = self._run_core(x_BtM, table, call, recompute_cache)
+        return self.finish(x_BtM, heads_BtHV, call.residual_dropout(), call, recompute_cache)
 
-    def _attend(
-        self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
+    def _run_core(
+        self, x_BtM: Tensor, table: RotaryTable | None, call: LayerCall, recompute_cache: RecomputeCache | None
     ) -> Tensor:
         """Project the layer's input and run the attention core on it."""
         cache, cached = None, call.cache is not None
@@ -149,16 +149,21 @@ class Block(nn.Module):
         )
 
     def finish(
-        self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, call: Call, recompute_cache: RecomputeCache | None
+        self,
+        x_BtM: Tensor,
+        heads_BtHV: Tensor,
+        residual_dropout: ResidualDropout,
+        call: LayerCall,
+        recompute_cache: RecomputeCache | None,
     ) -> tuple[Tensor, ...]:
         """Compute the layer's results from its input and the core's result."""
         cached = call.cache is not None
         if isinstance(self.mlp, FeedForward):
-            return (call.run(Block.after_core, self, x_BtM, heads_BtHV, draws, cached, call.only_graph),)
+            return (call.run(Block.after_core, self, x_BtM, heads_BtHV, residual_dropout, cached, call.only_graph),)
         # Experts stay outside the graph: the token count per expert depends on data.
-        x_BtM, normed_BtM = call.run(Block.join_attention, self, x_BtM, heads_BtHV, draws, cached)
+        x_BtM, normed_BtM = call.run(Block.join_attention, self, x_BtM, heads_BtHV, residual_dropout, cached)
         out_BtM, *stats = self.mlp(normed_BtM, call.experts, recompute_cache)
-        return self.join_ffn(x_BtM, out_BtM, draws), *stats
+        return self.join_ffn(x_BtM, out_BtM, residual_dropout), *stats
 
     def before_core(
         self, x_BtM: Tensor, table: RotaryTable | None, cached: bool, only_graph: bool = False
@@ -168,13 +173,18 @@ class Block(nn.Module):
         return self.self_attn.project(normed_BtM, table, cached=cached, only_graph=only_graph)
 
     def after_core(
-        self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool, only_graph: bool = False
+        self,
+        x_BtM: Tensor,
+        heads_BtHV: Tensor,
+        residual_dropout: ResidualDropout,
+        cached: bool,
+        only_graph: bool = False,
     ) -> Tensor:
         """Compute a dense layer's output from its input and the core's result."""
-        x_BtM, normed_BtM = self.join_attention(x_BtM, heads_BtHV, draws, cached)
+        x_BtM, normed_BtM = self.join_attention(x_BtM, heads_BtHV, residual_dropout, cached)
         # An output norm reads values, so the FFN must compute them.
         only_graph = only_graph and self.order == "pre"
-        return self.join_ffn(x_BtM, self.mlp(normed_BtM, only_graph=only_graph), draws)
+        return self.join_ffn(x_BtM, self.mlp(normed_BtM, only_graph=only_graph), residual_dropout)
 
     def add_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draw: Draw | None, cached: bool) -> Tensor:
         """Add attention to the residual stream, given the layer's input and the core's result."""
@@ -190,20 +200,22 @@ class Block(nn.Module):
             x_BtM = self.post_attention_layernorm(x_BtM)
         return x_BtM
 
-    def join_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
+    def join_attention(
+        self, x_BtM: Tensor, heads_BtHV: Tensor, residual_dropout: ResidualDropout, cached: bool
+    ) -> tuple[Tensor, Tensor]:
         """Add attention to the residual stream; return the stream and the input to the FFN or the experts."""
-        x_BtM = self.add_attention(x_BtM, heads_BtHV, draws[0], cached)
+        x_BtM = self.add_attention(x_BtM, heads_BtHV, residual_dropout[0], cached)
         # Hugging Face's names: only a sandwich has a norm called pre_feedforward_layernorm.
         second = "post_attention_layernorm"
         if self.order == "sandwich":
             second = "pre_feedforward_layernorm"
         return x_BtM, self.before(x_BtM, second)
 
-    def join_ffn(self, x_BtM: Tensor, out_BtM: Tensor, draws: Draws) -> Tensor:
+    def join_ffn(self, x_BtM: Tensor, out_BtM: Tensor, residual_dropout: ResidualDropout) -> Tensor:
         """Add the FFN's or the experts' output to the residual stream."""
         if self.norms_outputs:
             out_BtM = self.post_feedforward_layernorm(out_BtM)
-        x_BtM = self.add(x_BtM, out_BtM, draws[1])
+        x_BtM = self.add(x_BtM, out_BtM, residual_dropout[1])
         if self.order == "post":
             x_BtM = self.post_feedforward_layernorm(x_BtM)
         if self.layer_scalar is not None:

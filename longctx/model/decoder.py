@@ -15,37 +15,37 @@ import torch
 from torch import Tensor, nn
 
 from longctx.architecture.fields import encoder_of
-from longctx.architecture.layers import mixers_of
+from longctx.architecture.layer_specs import mixers_of
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.batch import PackedDocuments, Stream
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.kernels.graphs import outside_graphs
-from longctx.kernels.regions import Run, call_function, run_with
-from longctx.model.attention.cache import KVCache, TokenChunk
+from longctx.kernels.graphs import exclude_from_graphs
+from longctx.kernels.regions import RegionRunner, call_function, run_with
+from longctx.model.activation_offload import HostStore
+from longctx.model.async_copies import AsyncCopies
 from longctx.model.attention.core import AttentionCore, PassCore
+from longctx.model.attention.kv_cache import KVCache, TokenChunk
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.sequences import PassCache, SequencesCache, SequencesCore
-from longctx.model.block import Call
-from longctx.model.chunks.head import chunked_loss_sums
-from longctx.model.chunks.layer import chunked_layer
-from longctx.model.chunks.stream import ResidualStream, new_stream
-from longctx.model.copies import Copies
+from longctx.model.block import LayerCall
+from longctx.model.chunks.chunked_head import chunked_loss_sums
+from longctx.model.chunks.chunked_layer import chunked_layer
+from longctx.model.chunks.residual_stream import ResidualStream, new_stream
 from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
-from longctx.model.experts.layer import MoECall
+from longctx.model.experts.moe_layer import MoECall
 from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
-from longctx.model.kept import HostStore
 from longctx.model.layers.initialize import InitialTensor, initial_buffer
-from longctx.model.layers.linear import set_products
-from longctx.model.mixers.cross import CrossCall
-from longctx.model.mixers.table import CROSS, with_local_cores
-from longctx.model.mtp import HeadInput, look_ahead
+from longctx.model.layers.linear import set_matmul_mode
+from longctx.model.mixers.cross_projections import CrossCall
+from longctx.model.mixers.mixer_networks import CROSS, with_local_cores
+from longctx.model.mtp import HeadInput, run_mtp_blocks
 from longctx.model.pair_head import PairHead
-from longctx.model.plans import cross_call, place, plan_layers
+from longctx.model.plans import cross_call, plan_layers, resolve_positions
 from longctx.model.rotary import RotaryTable
-from longctx.model.source import EncodedSource, joined
+from longctx.model.source import EncodedSource, join_sources
 from longctx.model.stack import PassCalls, Stack
 from longctx.model.training_pass import (
     EVALUATION,
@@ -78,18 +78,18 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.execution = execution = execution or Execution()
-        self.cores = with_local_cores(cores or {}, execution.products)
+        self.cores = with_local_cores(cores or {}, execution.matmul_mode)
         self.dispatcher = dispatcher or TokenDispatcher()
         self.model = Stack(config, self.dispatcher.local_experts)
         self.encoder: Stack | None = None
         if config.encoder_layers:
             self.encoder = Stack(encoder_of(config), owns_table=False)
         self.joined_sources: tuple[list[EncodedSource], EncodedSource] | None = None  # cached for several sequences
-        self.lm_head = LMHead(config, execution.products, run_with(execution.compiler))
+        self.lm_head = LMHead(config, execution.matmul_mode, run_with(execution.compiler))
         self.pair_head: Any = None
         if config.pair_head != "none":
             self.pair_head = PairHead(config)
-        set_products(self, execution.products)
+        set_matmul_mode(self, execution.matmul_mode)
         if seed is not None:
             self.initialize(seed)
 
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
         """Return the full tensor's shape for parameter ``name``, given this rank's shape."""
         return (self.config.num_experts, *shape[1:]) if is_expert_weight(name) else tuple(shape)
 
-    @outside_graphs  # ``Regions`` compiles its parts; planning uses numbers that no graph may hold
+    @exclude_from_graphs  # ``Regions`` compiles its parts; planning uses numbers that no graph may hold
     def forward(
         self,
         tokens_Bt: Tensor,
@@ -118,7 +118,7 @@ class Decoder(nn.Module):
         stream: ResidualStream | None = None,
         source: EncodedSource | None = None,
         segments: Tensor | None = None,
-        ahead: Sequence[Tensor] = (),
+        mtp_tokens: Sequence[Tensor] = (),
     ) -> Any:
         """Compute hidden states [B, t, M]; with ``return_stats`` also ``RouterStats`` for each expert layer.
 
@@ -133,7 +133,8 @@ class Decoder(nn.Module):
         * ``stream``: residual stream; its handle is returned instead of hidden states.
         * ``source``: result of ``encode``, for a model with an encoder.
         * ``segments`` [B, t]: each token's segment in its document; None means the first for all.
-        * ``ahead`` [B, t] each: the following tokens, one token further per MTP block. A list of ``HeadInput`` is then
+        * ``mtp_tokens`` [B, t] each: the following tokens, one token further per MTP block. A list of ``HeadInput`` is
+          then
           returned instead of hidden states.
         """
         source = _source_of(self, cache, source)
@@ -153,11 +154,11 @@ class Decoder(nn.Module):
             stream=stream,
             source=source,
             segments=segments,
-            ahead=ahead,
+            mtp_tokens=mtp_tokens,
         )
         return (hidden_BtM, stats) if return_stats else hidden_BtM
 
-    @outside_graphs
+    @exclude_from_graphs
     def encode(
         self, source: Stream, training_pass: TrainingPass | None = None, *, keeps_keys: bool = False
     ) -> EncodedSource:
@@ -174,7 +175,7 @@ class Decoder(nn.Module):
             source.positions,
             source.documents,
             training_pass=(training_pass or EVALUATION).of_source(),
-            **described(source),
+            **stream_arguments(source),
         )
         return EncodedSource(hidden_BsM, source.documents, source.placement, keys={} if keeps_keys else None)
 
@@ -214,7 +215,7 @@ class Decoder(nn.Module):
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, per_token=True)
 
 
-def described(stream: Stream) -> dict[str, Any]:
+def stream_arguments(stream: Stream) -> dict[str, Any]:
     """Return the ``Decoder.forward`` arguments that describe a stream, except ids, positions and documents."""
     names = ("document_ids", "row_tokens", "placement", "segments")
     return {name: getattr(stream, name) for name in names}
@@ -252,7 +253,7 @@ def _cached_source(decoder: Decoder, cache: PassCache) -> EncodedSource | None:
         return None
     known = decoder.joined_sources
     if known is None or list(map(id, known[0])) != list(map(id, different)):
-        known = decoder.joined_sources = different, joined(different)
+        known = decoder.joined_sources = different, join_sources(different)
     return known[1]
 
 
@@ -277,7 +278,7 @@ def _through(
     stream: ResidualStream | None = None,
     source: EncodedSource | None = None,
     segments: Tensor | None = None,
-    ahead: Sequence[Tensor] = (),
+    mtp_tokens: Sequence[Tensor] = (),
 ) -> tuple[Any, list[RouterStats]]:
     """Run tokens through one stack; return hidden states or their stand-in, and router statistics if requested."""
     config = stack.config
@@ -296,7 +297,7 @@ def _through(
         config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=head_groups
     )
     cross = _cross_call(decoder, documents, source, tokens_Bt, placement, head_groups, cache, new_tokens)
-    positions_Bt, longest = place(config, documents, positions_Bt, document_ids, cache, chunk)
+    positions_Bt, longest = resolve_positions(config, documents, positions_Bt, document_ids, cache, chunk)
     if training_pass.replay is not None:
         training_pass.replay.check(config, positions_Bt.numel())
     # Both break a compiled graph, so they are built only if they are read.
@@ -304,12 +305,12 @@ def _through(
         document_ids = document_ids_of(documents, tokens_Bt)
     random = build_random(config, training_pass, documents, positions_Bt, document_ids, row_tokens=row_tokens)
     # Router statistics cost a pass over the scores, so they are computed on request only.
-    counted_Bt = document_ids if return_stats else None
+    stats_documents_Bt = document_ids if return_stats else None
     scores, tables = stack.scores(tokens_Bt.device), stack.tables(positions_Bt, longest, dtype)
-    experts = _build_moe_call(decoder, training_pass, random, documents.num_documents, counted_Bt, new_tokens)
+    experts = _build_moe_call(decoder, training_pass, random, documents.num_documents, stats_documents_Bt, new_tokens)
     store = None if cache is not None or stream is not None else _host_store(decoder, config, tokens_Bt, tables, source)
     call = partial(
-        Call,
+        LayerCall,
         scores=scores,
         cache=cache,
         dropout=random.dropout,
@@ -336,15 +337,17 @@ def _through(
         hidden_BtM = stack.last_norm(stream.leave(hidden_BtM))
     if cache is not None and new_tokens is not None:
         cache.extend(new_tokens)
-    found = _look_ahead(stack, hidden_BtM, given, ahead, calls)
+    found = _build_head_inputs(stack, hidden_BtM, given, mtp_tokens, calls)
     return found, [RouterStats.from_tensors(of_layer) for of_layer in calls.stats if return_stats]
 
 
-def _look_ahead(
-    stack: Stack, hidden_BtM: Tensor, stream: ResidualStream | None, ahead: Sequence[Tensor], calls: PassCalls
+def _build_head_inputs(
+    stack: Stack, hidden_BtM: Tensor, stream: ResidualStream | None, mtp_tokens: Sequence[Tensor], calls: PassCalls
 ) -> Any:
-    """Build the head's input: hidden states, or with ``ahead`` ``HeadInput`` for the last layer and each MTP block."""
-    if not ahead:
+    """Build the head's input: hidden states, or with ``mtp_tokens`` ``HeadInput`` for the last layer and each MTP
+    block.
+    """
+    if not mtp_tokens:
         return hidden_BtM
 
     def run_block(number: int, x_BtM: Tensor, stream: ResidualStream | None) -> Tensor:
@@ -353,8 +356,8 @@ def _look_ahead(
         of_mixer = {mixer: replace(call, by_chunks=by_chunks) for mixer, call in calls.of_mixer.items()}
         return stack.run_layer(stack.config.num_layers + number, x_BtM, replace(calls, of_mixer=of_mixer))
 
-    embedded = [stack.embedded(tokens_Bt) for tokens_Bt in ahead]
-    return look_ahead(HeadInput(hidden_BtM, stream, stack.norm), list(stack.mtp), embedded, run_block)
+    embedded = [stack.embedded(tokens_Bt) for tokens_Bt in mtp_tokens]
+    return run_mtp_blocks(HeadInput(hidden_BtM, stream, stack.norm), list(stack.mtp), embedded, run_block)
 
 
 def _before_head(decoder: Decoder, norm: nn.Module | None = None) -> nn.Module | None:
@@ -381,7 +384,7 @@ def _cross_call(
     core = decoder.cores[CROSS]
     if cache is not None and chunk is not None:
         # Every process has the full source, and its documents are the sequences.
-        core, placement = LocalAttention(products=decoder.execution.products), None
+        core, placement = LocalAttention(matmul_mode=decoder.execution.matmul_mode), None
         documents = PackedDocuments.of_lengths(_given_each(cache, chunk))
     return cross_call(decoder.config, core, documents, source, tokens_Bt, placement, head_groups)
 
@@ -402,7 +405,7 @@ def _cores_of(decoder: Decoder, config: ModelConfig, chunk: TokenChunk | None) -
     return {**cores}
 
 
-def _run_of(decoder: Decoder, cache: PassCache | None) -> Run:
+def _run_of(decoder: Decoder, cache: PassCache | None) -> RegionRunner:
     """Return the function that calls blocks' parts: compiled in training only."""
     # Evaluation has other lengths and generation few tokens: compiling would not pay off.
     if cache is not None or not torch.is_grad_enabled():
@@ -424,7 +427,7 @@ def _host_store(
     if source is not None:
         shared.append(source.hidden_BsM)
     # A tensor under one byte per token does not grow with the row: moving it costs more than keeping it.
-    return HostStore(Copies(tokens_Bt.device), config.depth, least_bytes=tokens_Bt.numel(), shared=shared)
+    return HostStore(AsyncCopies(tokens_Bt.device), config.depth, least_bytes=tokens_Bt.numel(), shared=shared)
 
 
 def _build_moe_call(
@@ -432,10 +435,11 @@ def _build_moe_call(
     training_pass: TrainingPass,
     random: Random,
     num_documents: int,
-    counted_Bt: Tensor | None,
+    stats_documents_Bt: Tensor | None,
     chunk: TokenChunk | None,
 ) -> MoECall:
-    """Build the arguments for all expert layers; ``counted_Bt`` holds the documents to compute statistics for."""
+    """Build the arguments for all expert layers; ``stats_documents_Bt`` holds the documents to compute "
+    "statistics for."""
     execution, dispatcher = decoder.execution, decoder.dispatcher
     if chunk is not None and chunk.is_replicated:
         dispatcher = dispatcher.of_replicated()
@@ -447,9 +451,9 @@ def _build_moe_call(
             dispatcher,
             tile_tokens=execution.expert_tile_tokens,
             recompute=recompute,
-            products=execution.products,
+            matmul_mode=execution.matmul_mode,
         ),
-        documents_Bt=counted_Bt,
+        documents_Bt=stats_documents_Bt,
         num_documents=num_documents,
         jitter=random.jitter,
         capacity=random.capacity,

@@ -22,8 +22,8 @@ from longctx.kernels.cross_entropy import (
     token_nll,
 )
 from longctx.kernels.matmul import linear
-from longctx.kernels.processor import Products
-from longctx.kernels.regions import Run, call_function
+from longctx.kernels.processor import MatmulMode
+from longctx.kernels.regions import RegionRunner, call_function
 from longctx.model.layers.linear import Linear
 from longctx.model.layers.mlp import PLAIN
 from longctx.model.layers.norms import build_norm
@@ -63,13 +63,13 @@ class LMHead(nn.Module):
     has gathered the parameters that ``external_parameters`` registered.
     """
 
-    def __init__(self, config: ModelConfig, products: Products, run: Run = call_function) -> None:
+    def __init__(self, config: ModelConfig, matmul_mode: MatmulMode, run: RegionRunner = call_function) -> None:
         """Build the head.
 
-        ``products`` selects the bfloat16 matmul on a CPU, ``run`` how a training loss is computed (``loss_sums``).
+        ``matmul_mode`` selects the bfloat16 matmul on a CPU, ``run`` how a training loss is computed (``loss_sums``).
         """
         super().__init__()
-        self.products: Products = products
+        self.matmul_mode: MatmulMode = matmul_mode
         self.run = run
         self.scale, self.softcap = config.logit_scale, config.logit_softcap
         weight, bias = None, None
@@ -118,16 +118,18 @@ class LMHead(nn.Module):
                 weight_VM=weight_VM,
                 bias_V=self.bias,
                 options=options,
-                products=self.products,
+                matmul_mode=self.matmul_mode,
                 run=self.run,
             )
-            rows = partial(gradient_of_rows, options=options, products=self.products)
+            rows = partial(gradient_of_rows, options=options, matmul_mode=self.matmul_mode)
             return by_chunks(hidden_BtM, weight_VM, self.bias, targets_Bt, HeadCalls(compute, rows))
         hidden_NM, targets_N, bias_V = hidden_BtM.flatten(0, 1), targets_Bt.flatten(), self.bias
         if per_token:
-            nll_N = token_nll(hidden_NM, weight_VM, targets_N, bias_V, options=options, products=self.products)
+            nll_N = token_nll(hidden_NM, weight_VM, targets_N, bias_V, options=options, matmul_mode=self.matmul_mode)
             return nll_N.view_as(targets_Bt)
-        return loss_sums(hidden_NM, weight_VM, targets_N, bias_V, options=options, products=self.products, run=self.run)
+        return loss_sums(
+            hidden_NM, weight_VM, targets_N, bias_V, options=options, matmul_mode=self.matmul_mode, run=self.run
+        )
 
     def _logits(self, hidden_BtM: Tensor, weight_VM: Tensor) -> Tensor:
         bias_V = self.bias
@@ -136,7 +138,7 @@ class LMHead(nn.Module):
             hidden_BtM = hidden_BtM * self.scale
             if bias_V is not None:
                 bias_V = bias_V * self.scale
-        logits_BtV = linear(hidden_BtM, weight_VM, bias_V, products=self.products)
+        logits_BtV = linear(hidden_BtM, weight_VM, bias_V, matmul_mode=self.matmul_mode)
         if not self.softcap:
             return logits_BtV
         return self.softcap * torch.tanh(logits_BtV / self.softcap)

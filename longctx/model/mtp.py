@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from longctx.config import ModelConfig
 from longctx.model.block import Block
 from longctx.model.chunks.branch import branch_off
-from longctx.model.chunks.stream import ResidualStream
+from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.layers.linear import Linear
 from longctx.model.layers.norms import build_norm
 
@@ -72,7 +72,7 @@ class MtpBlock(nn.Module):
         self.norm = build_norm(config, config.hidden_size)
 
 
-def look_ahead(
+def run_mtp_blocks(
     first: HeadInput, blocks: Sequence[MtpBlock], embedded: Sequence[Tensor], run_block: RunBlock
 ) -> list[HeadInput]:
     """Run the MTP blocks in order, the first after the last layer; return the head's inputs, including ``first``.

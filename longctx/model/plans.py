@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.architecture.layers import groups_of, mixers_of
+from longctx.architecture.layer_specs import groups_of, mixers_of
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import Scores
+from longctx.kernels.attention.kernel_interface import ScoreRules
 from longctx.kernels.devices import on_cpu
-from longctx.model.attention.cache import TokenChunk
 from longctx.model.attention.core import AttentionCore, AttentionShapes, PassCore, Plan
+from longctx.model.attention.kv_cache import TokenChunk
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import PassCache
-from longctx.model.mixers.cross import CrossCall
-from longctx.model.mixers.table import NETWORKS
+from longctx.model.mixers.cross_projections import CrossCall
+from longctx.model.mixers.mixer_networks import NETWORKS
 from longctx.model.source import EncodedSource
 
 
@@ -73,7 +73,7 @@ def cross_call(
 ) -> CrossCall:
     """Plan cross attention for all layers: document n in the batch reads the source's document n. Collective."""
     scale, softcap = config.attention_scale or config.head_dim**-0.5, config.attention_softcap or None
-    scores = Scores(scale=scale, softcap=softcap)
+    scores = ScoreRules(scale=scale, softcap=softcap)
     shapes = AttentionShapes(
         batch=tokens_Bt.shape[0],
         tokens=tokens_Bt.shape[1],
@@ -88,17 +88,17 @@ def cross_call(
         rules=scores.rules,
     )
     _check_padding(documents, source.documents)
-    own, theirs = _equally_many(documents, source.documents)
-    mask = AttentionMask(own, causal=False, key_documents=theirs)
+    own, source_documents = _equally_many(documents, source.documents)
+    mask = AttentionMask(own, causal=False, key_documents=source_documents)
     return CrossCall(core, core.plan(mask, shapes, placement, source.placement), scores, source)
 
 
-def _check_padding(own: PackedDocuments, theirs: PackedDocuments) -> None:
+def _check_padding(own: PackedDocuments, source_documents: PackedDocuments) -> None:
     """Raise ConfigError if a document on one side would read padding on the other, as their numbers differ."""
-    if own.padding is None or theirs.padding is None:
+    if own.padding is None or source_documents.padding is None:
         return
-    for number in set(own.padding) ^ set(theirs.padding):
-        lengths = [side.lengths[number] for side in (own, theirs) if number < side.num_documents]
+    for number in set(own.padding) ^ set(source_documents.padding):
+        lengths = [side.lengths[number] for side in (own, source_documents) if number < side.num_documents]
         if len(lengths) == 2 and all(lengths):
             raise ConfigError(
                 f"document {number} is padding on one side and has {max(lengths)} tokens on the other: document n "
@@ -106,11 +106,11 @@ def _check_padding(own: PackedDocuments, theirs: PackedDocuments) -> None:
             )
 
 
-def _equally_many(*sides: PackedDocuments) -> list[PackedDocuments]:
+def _equally_many(*packed_documents: PackedDocuments) -> list[PackedDocuments]:
     """Append empty documents to the shorter side until both have equally many: padding may span several."""
-    most = max(side.num_documents for side in sides)
+    most = max(side.num_documents for side in packed_documents)
     filled = []
-    for side in sides:
+    for side in packed_documents:
         # An empty document starts where it ends, and so do any number of them.
         bounds = side.bounds + (side.num_tokens,) * (most - side.num_documents)
         filled.append(PackedDocuments(bounds, side.padding))
@@ -121,9 +121,9 @@ def _shapes(
     mixer: Mixer, config: ModelConfig, tokens_Bt: Tensor, dtype: torch.dtype, chunk: TokenChunk | None
 ) -> AttentionShapes:
     """Build the shapes that ``project`` produces for these tokens, in all layers with this mixer."""
-    cached_tokens, later_tokens = None, 0
+    cached_tokens, remaining_tokens = None, 0
     if chunk is not None:
-        cached_tokens, later_tokens = chunk.start, chunk.later_tokens
+        cached_tokens, remaining_tokens = chunk.start, chunk.remaining_tokens
     heads = NETWORKS[mixer.name].heads(config, mixer, cached=cached_tokens is not None)
     # The scores are built later, on the device; kernel selection needs only the names of their rules.
     rules = []
@@ -147,12 +147,12 @@ def _shapes(
         rules=tuple(rules),
         beta_scale=2.0 if config.delta_negative else 1.0,
         cached_tokens=cached_tokens,
-        later_tokens=later_tokens,
+        remaining_tokens=remaining_tokens,
         values_in_keys=heads.values_in_keys,
     )
 
 
-def place(
+def resolve_positions(
     config: ModelConfig,
     documents: PackedDocuments,
     positions_Bt: Tensor,

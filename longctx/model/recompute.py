@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longctx.errors import ConfigError
-from longctx.model.kept import HostStore, Keep, on_device
+from longctx.model.activation_offload import HostStore, Keep, on_device
 
 _PARTS = {"attention": ("attention", "cross", "routing", "experts"), "inputs": ("routing",)}
 """Parts that each recompute mode saves in addition to a layer's input. Expert ids take few bytes, and must be equal in

@@ -29,7 +29,7 @@ class RotaryTable(NamedTuple):
     cos: Tensor
     """For this rank's positions, [B, t, 1, C]."""
     sin: Tensor
-    twice: tuple[Tensor, Tensor] | None = None
+    doubled: tuple[Tensor, Tensor] | None = None
     """For few tokens and fully rotary heads: cosines twice, and −sines before sines, [B, t, 1, 2C]."""
     of_queries: tuple[Tensor, Tensor] | None = None
     """Cosines and sines for queries that grow with position; None if queries use the keys'."""
@@ -106,12 +106,12 @@ def apply_rotary_to_both(
     q_BtHD: Tensor, k_BtKD: Tensor, table: RotaryTable, *, interleaved: bool = False, only_graph: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Apply ``apply_rotary`` to queries and keys, with the same bits."""
-    if table.twice is None or interleaved or q_BtHD.dtype != table.cos.dtype:
+    if table.doubled is None or interleaved or q_BtHD.dtype != table.cos.dtype:
         cos, sin = table.of_queries or (table.cos, table.sin)
         q = apply_rotary(q_BtHD, cos, sin, interleaved=interleaved, only_graph=only_graph)
         return q, apply_rotary(k_BtKD, table.cos, table.sin, interleaved=interleaved, only_graph=only_graph)
     # Rotate both in one operation, with both halves at once: for few tokens the operator count matters.
-    x, (cos, sin) = torch.cat((q_BtHD, k_BtKD), dim=-2), table.twice
+    x, (cos, sin) = torch.cat((q_BtHD, k_BtKD), dim=-2), table.doubled
     swapped = x.roll(table.cos.shape[-1], -1).mul_(sin)
     x, num_heads = x.mul_(cos).add_(swapped), q_BtHD.shape[-2]
     return x[..., :num_heads, :], x[..., num_heads:, :]

@@ -27,7 +27,7 @@ class EncodedSource:
     """Each layer's keys and values [B, s, K, D], for a generation's later tokens to reuse; None disables this cache."""
 
 
-def joined(sources: Sequence[EncodedSource]) -> EncodedSource:
+def join_sources(sources: Sequence[EncodedSource]) -> EncodedSource:
     """Join several sources, document after document, with the keys that layers have cached for them."""
     if len(sources) == 1:
         return sources[0]

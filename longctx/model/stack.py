@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx.architecture.layers import layer_specs
+from longctx.architecture.layer_specs import layer_specs
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.rope import Rope
 from longctx.config import ModelConfig
 from longctx.kernels.attention.bias import alibi_slopes
-from longctx.kernels.attention.contract import RelativeBias, Scores
-from longctx.model.block import Block, Call
-from longctx.model.chunks.stream import ResidualStream
-from longctx.model.chunks.table import TokenTable, is_summed_by_rows
+from longctx.kernels.attention.kernel_interface import RelativeBias, ScoreRules
+from longctx.model.block import Block, LayerCall
+from longctx.model.chunks.residual_stream import ResidualStream
+from longctx.model.chunks.token_table import TokenTable, is_summed_by_rows
 from longctx.model.cross_block import CrossBlock
 from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.linear import Embedding, Linear, Weight
@@ -35,7 +35,7 @@ class PassCalls:
 
     tables: Sequence[RotaryTable | None]
     """One per rope, from ``Stack.tables``."""
-    of_mixer: Mapping[Mixer, Call]
+    of_mixer: Mapping[Mixer, LayerCall]
     stats: list[tuple[Tensor, ...]] = field(default_factory=list)
     """``RouterStats.tensors`` from every expert layer that has run."""
 
@@ -73,9 +73,9 @@ class Stack(nn.Module):
             self.norm = build_norm(config, config.hidden_size)
         # Layers with one rope share a table; None means no rotary channels.
         self._specs = layer_specs(config)
-        ropes = [(spec.rope, spec.rotary_size) for spec in self._specs]
-        self._ropes = tuple(dict.fromkeys(ropes))
-        self._rope_of_layer = tuple(self._ropes.index(rope) for rope in ropes)
+        layer_rotary = [(spec.rope, spec.rotary_size) for spec in self._specs]
+        self._rope_kinds = tuple(dict.fromkeys(layer_rotary))
+        self._rope_of_layer = tuple(self._rope_kinds.index(rope) for rope in layer_rotary)
 
     def forward(
         self,
@@ -166,7 +166,7 @@ class Stack(nn.Module):
         # Rounded to the model's dtype first, as Gemma was trained.
         return torch.tensor(self.config.embedding_scale, dtype=dtype).to(device, non_blocking=True)
 
-    def scores(self, device: torch.device) -> Scores:
+    def scores(self, device: torch.device) -> ScoreRules:
         """Build the score rules, which all layers share."""
         config = self.config
         slopes, bias = None, None
@@ -175,7 +175,7 @@ class Stack(nn.Module):
         if config.position == "t5":
             farthest = config.relative_max_distance
             bias = RelativeBias(self.relative_bias(), max_distance=farthest, bidirectional=not config.causal)
-        return Scores(
+        return ScoreRules(
             scale=config.scale,
             softcap=config.attention_softcap or None,
             alibi_slopes_H=slopes,
@@ -184,7 +184,7 @@ class Stack(nn.Module):
 
     def tables(self, positions_Bt: Tensor, longest: int, dtype: torch.dtype) -> list[RotaryTable | None]:
         """Build rotary tables for queries and keys in ``dtype``; layers with one rope share a table."""
-        return [_table(self.config, rope, size, positions_Bt, longest, dtype) for rope, size in self._ropes]
+        return [_table(self.config, rope, size, positions_Bt, longest, dtype) for rope, size in self._rope_kinds]
 
 
 def enters_by_rows(config: ModelConfig) -> bool:
@@ -201,7 +201,7 @@ def _table(
     config: ModelConfig, rope: Rope | None, rotary_size: int, positions_Bt: Tensor, longest: int, dtype: torch.dtype
 ) -> RotaryTable | None:
     if rope is not None:
-        whole = config.is_latent or rope.is_whole
+        whole = config.is_latent or rope.is_full_head
         return RotaryTable.build(positions_Bt, rope, rotary_size, dtype, length=longest, is_whole=whole)
     if config.position == "relative":
         return RotaryTable(*sinusoid_table(positions_Bt, config.hidden_size, dtype))

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
-from longctx.kernels.processor import Products, fastest_products
+from longctx.kernels.processor import MatmulMode, fastest_matmul_mode
 from longctx.mixing import mix64
+from longctx.model.activation_offload import Keep, Store
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.replay import RoutingReplay
-from longctx.model.kept import Keep, Store
 from longctx.model.layers.dropout import Dropout, Jitter
 
 _SOURCE = 0x50E4CE
@@ -47,7 +47,7 @@ class Execution:
     """What experts recompute in backward if a block keeps all (``ExpertRun.recompute``)."""
     expert_tile_tokens: int = 0
     """Tokens that go through a layer's experts at a time; 0 for all at once."""
-    products: Products = field(default_factory=fastest_products)
+    matmul_mode: MatmulMode = field(default_factory=fastest_matmul_mode)
     """bfloat16 matmul on a CPU; by default the faster way on this machine's processor."""
     compiler: str | None = None
     """``torch.compile`` backend for the code around attention cores in training (``Regions``), such as inductor; None

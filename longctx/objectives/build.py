@@ -12,7 +12,7 @@ from longctx.model.decoder import Decoder
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.masked_lm import MaskedLM
 from longctx.objectives.task import Task
-from longctx.objectives.token_prediction import Shift, TokenPrediction, identity, shifted
+from longctx.objectives.token_prediction import Shift, TokenPrediction, identity, next_values
 
 TASKS: dict[str, type[TokenPrediction]] = {"causal": CausalLM, "masked": MaskedLM, "spans": CausalLM}
 """Objectives that a config can name (``train.objective``)."""
@@ -20,7 +20,7 @@ TASKS: dict[str, type[TokenPrediction]] = {"causal": CausalLM, "masked": MaskedL
 
 @dataclass(frozen=True)
 class Objective:
-    """Objective and its options: keys in ``[train]``, from ``launcher.training.model.objective_of``."""
+    """Objective and its options: keys in ``[train]``, from ``launcher.training.task_builder.objective_of``."""
 
     name: str = "causal"
     """A key in ``TASKS``."""
@@ -36,7 +36,7 @@ def build_objective(
     network: Decoder,
     objective: Objective = NEXT_TOKEN,
     reduce_counts: Callable[[Tensor, Batch], Tensor] = identity,
-    shift: Shift = shifted,
+    shift: Shift = next_values,
 ) -> Task:
     """Build a network's task, for multi-rank runs and for the single-process reference.
 

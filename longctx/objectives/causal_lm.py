@@ -14,6 +14,6 @@ class CausalLM(TokenPrediction):
     def prepare(self, stream: Stream) -> Batch:
         batch = next_tokens(stream)
         if self.network.config.mtp_layers:
-            # with_targets drops ``following``, but MTP blocks read these tokens even if their loss is masked out
-            batch = replace(batch, following=stream.following)
+            # with_targets drops ``next_token_ids``, but MTP blocks read these tokens even if their loss is masked out
+            batch = replace(batch, next_token_ids=stream.next_token_ids)
         return batch

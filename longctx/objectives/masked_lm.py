@@ -13,14 +13,14 @@ from longctx.objectives.token_prediction import TokenPrediction
 class MaskedLM(TokenPrediction):
     """Predict the original tokens at masked positions; all other tokens have no target.
 
-    Mask choice and replacements come with the data (``data_pipeline/rows/mask.py``).
+    Mask choice and replacements come with the data (``data_pipeline/rows/token_masking.py``).
     """
 
     def prepare(self, stream: Stream) -> Batch:
         if stream.masked is None:
             raise ConfigError("train.objective=masked needs data that were masked; these were read without a MaskRule.")
-        places = stream.places
+        masked_indices = stream.masked_indices
         # only on a CPU: other devices would need a host sync
-        if places is None and on_cpu(stream.masked):
-            places = (stream.masked.flatten() != IGNORED_TARGET).nonzero().flatten()
-        return replace(with_targets(stream, stream.masked), places=places)
+        if masked_indices is None and on_cpu(stream.masked):
+            masked_indices = (stream.masked.flatten() != IGNORED_TARGET).nonzero().flatten()
+        return replace(with_targets(stream, stream.masked), masked_indices=masked_indices)

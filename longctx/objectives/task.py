@@ -70,7 +70,7 @@ class Countable(Protocol):
         """Two-segment documents with their first token on this rank."""
         ...
 
-    def num_ahead(self, most: int) -> int:
+    def num_mtp_targets(self, most: int) -> int:
         """Count how often these targets can be predicted from 1, 2, … ``most`` tokens before their own positions."""
         ...
 
@@ -132,11 +132,11 @@ class Task(nn.Module):
 
     def mean_loss(self, sums: Mapping[str, float], counts: Counts) -> float:
         """Return the loss to report, given sums over all ranks; NaN without counted tokens."""
-        if not self.num_counted(counts):
+        if not self.num_loss_tokens(counts):
             return math.nan
-        return sums[self.reported] / self.num_counted(counts)
+        return sums[self.reported] / self.num_loss_tokens(counts)
 
-    def num_counted(self, counts: Counts) -> int:
+    def num_loss_tokens(self, counts: Counts) -> int:
         """Return the token count that the reported loss averages over."""
         return counts[next(term.count for term in self.terms if term.name == self.reported)]
 

@@ -17,8 +17,8 @@ from longctx.batch import IGNORED_TARGET, Batch, Stream
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.model.chunks.stream import ResidualStream, new_stream
-from longctx.model.decoder import Decoder, described
+from longctx.model.chunks.residual_stream import ResidualStream, new_stream
+from longctx.model.decoder import Decoder, stream_arguments
 from longctx.model.experts.balance import balance_sum
 from longctx.model.experts.router import RouterDiagnostics
 from longctx.model.mtp import HeadInput
@@ -44,7 +44,7 @@ Shift = Callable[[Tensor, Batch], Tensor]
 """Maps a value per token to the next token's value in the sequence, across ranks."""
 
 
-def shifted(values_Bt: Tensor, batch: Batch) -> Tensor:
+def next_values(values_Bt: Tensor, batch: Batch) -> Tensor:
     """Return the following tokens' values, in one process; the last token wraps around to the first."""
     return values_Bt.flatten().roll(-1).view_as(values_Bt)
 
@@ -64,7 +64,7 @@ class TokenPrediction(Task):
         decoder: Decoder,
         reduce_counts: Callable[[Tensor, Batch], Tensor] = identity,
         *,
-        shift: Shift = shifted,
+        shift: Shift = next_values,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
         mtp_weight: float = 0.0,
@@ -89,7 +89,7 @@ class TokenPrediction(Task):
         if self.network.pair_head is not None:
             counts["pairs"] = batch.num_pairs
         if self.network.config.mtp_layers:
-            counts["ahead"] = batch.num_ahead(self.network.config.mtp_layers)
+            counts["ahead"] = batch.num_mtp_targets(self.network.config.mtp_layers)
         return counts
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
@@ -100,26 +100,26 @@ class TokenPrediction(Task):
         head's loss, and ``right_pairs`` counts its correct predictions. ``mtp`` and ``mtp_nll`` repeat the first two
         for targets further ahead.
         """
-        stream, ahead = new_stream(self.network.execution, batch.tokens), self._ahead(batch)
+        stream, mtp_batches = new_stream(self.network.execution, batch.tokens), self._mtp_batches(batch)
         found, stats = hidden_states(
             self.network,
             batch,
             training_pass,
             return_stats=True,
             stream=stream,
-            ahead=[tokens_Bt for tokens_Bt, _ in ahead],
+            mtp_tokens=[tokens_Bt for tokens_Bt, _ in mtp_batches],
         )
         hidden_BtM, targets_Bt = found, batch.targets
-        if ahead:
+        if mtp_batches:
             hidden_BtM = found[0].hidden_BtM
         further: dict[str, Tensor] = {}
         if self.network.pair_head is not None:
             further = self._pair_sums(hidden_BtM, batch)
-        if batch.places is not None and stream is None:
-            hidden_BtM, targets_Bt = _at(hidden_BtM, batch.places), _at(targets_Bt, batch.places)
+        if batch.masked_indices is not None and stream is None:
+            hidden_BtM, targets_Bt = _at(hidden_BtM, batch.masked_indices), _at(targets_Bt, batch.masked_indices)
         sums = self._sums(hidden_BtM, targets_Bt, stream)
-        if ahead:
-            further |= self._sums_ahead(found[1:], [targets_Bt for _, targets_Bt in ahead])
+        if mtp_batches:
+            further |= self._mtp_sums(found[1:], [targets_Bt for _, targets_Bt in mtp_batches])
         if not stats:
             # a dense model has no routers, on any rank
             return LossSum(sums | further).tensors()
@@ -154,26 +154,26 @@ class TokenPrediction(Task):
         )
         return {"objective": objective_sum, "nll": nll_sum}
 
-    def _ahead(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+    def _mtp_batches(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         """Return the input tokens and targets for each multi-token prediction block. Collective.
 
         Token i gets those of token i + 1 in the same document. After a document's last token any value may be read,
         because no counted value depends on it.
         """
         found: list[tuple[Tensor, Tensor]] = []
-        tokens_Bt, targets_Bt = batch.following, batch.targets
-        begins_Bt = batch.positions == 0
+        tokens_Bt, targets_Bt = batch.next_token_ids, batch.targets
+        is_first_Bt = batch.positions == 0
         for number in range(self.network.config.mtp_layers):
             assert tokens_Bt is not None, "nobody has read what follows"
             # The first block reads the following tokens from the data. Mask document starts: their values must not
             # shift into the previous document.
             if number:
-                tokens_Bt = self.shift(tokens_Bt.masked_fill(begins_Bt, IGNORED_TARGET), batch)
-            targets_Bt = self.shift(targets_Bt.masked_fill(begins_Bt, IGNORED_TARGET), batch)
+                tokens_Bt = self.shift(tokens_Bt.masked_fill(is_first_Bt, IGNORED_TARGET), batch)
+            targets_Bt = self.shift(targets_Bt.masked_fill(is_first_Bt, IGNORED_TARGET), batch)
             found.append((tokens_Bt.clamp(min=0), targets_Bt))
         return found
 
-    def _sums_ahead(self, found: Sequence[HeadInput], targets: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _mtp_sums(self, found: Sequence[HeadInput], targets: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return both sums over the targets in all multi-token prediction blocks."""
         # the head's weight accumulates a gradient from each block
         each = [self._sums(x.hidden_BtM, of_x, x.stream, x.norm) for x, of_x in zip(found, targets, strict=True)]
@@ -184,14 +184,14 @@ class TokenPrediction(Task):
 
     def _pair_sums(self, hidden_BtM: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return the pair head's cross-entropy over this rank's first tokens, and its number of correct predictions."""
-        order, firsts = batch.order, batch.firsts
+        order, pair_indices = batch.order, batch.pair_indices
         if order is None:
             order = torch.full_like(batch.tokens, IGNORED_TARGET)
-        if firsts is None:
-            firsts = (order.flatten() != IGNORED_TARGET).nonzero().flatten()
+        if pair_indices is None:
+            pair_indices = (order.flatten() != IGNORED_TARGET).nonzero().flatten()
         # The head also runs on ranks without first tokens: ZeRO gathers its weights on all ranks.
-        logits_F2 = self.network.pair_head(_at(hidden_BtM, firsts)[0])
-        order_F = order.flatten()[firsts]
+        logits_F2 = self.network.pair_head(_at(hidden_BtM, pair_indices)[0])
+        order_F = order.flatten()[pair_indices]
         right = (logits_F2.argmax(1) == order_F).sum().float()
         logits_F2 = logits_F2.to(accumulate_dtype(logits_F2.dtype))
         return {"pair": functional.cross_entropy(logits_F2, order_F, reduction="sum"), "right_pairs": right}
@@ -199,11 +199,11 @@ class TokenPrediction(Task):
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:
         """Return each token's negative log-likelihood [B, t], float32, without gradient; 0 if the target is ignored."""
-        hidden_BtM, places = hidden_states(self.network, batch), batch.places
-        if places is None:
+        hidden_BtM, masked_indices = hidden_states(self.network, batch), batch.masked_indices
+        if masked_indices is None:
             return self.network.token_nll(hidden_BtM, batch.targets)
-        nll_1c = self.network.token_nll(_at(hidden_BtM, places), _at(batch.targets, places))
-        nll_N = nll_1c.new_zeros(batch.targets.numel()).index_copy_(0, places, nll_1c[0])
+        nll_1c = self.network.token_nll(_at(hidden_BtM, masked_indices), _at(batch.targets, masked_indices))
+        nll_N = nll_1c.new_zeros(batch.targets.numel()).index_copy_(0, masked_indices, nll_1c[0])
         return nll_N.view_as(batch.targets)
 
 
@@ -214,7 +214,7 @@ def hidden_states(
     *,
     return_stats: bool = False,
     stream: ResidualStream | None = None,
-    ahead: Sequence[Tensor] = (),
+    mtp_tokens: Sequence[Tensor] = (),
 ) -> Any:
     """Run ``Decoder.forward`` on a batch with all its per-token data, after encoding its source."""
     source = None
@@ -228,11 +228,11 @@ def hidden_states(
         return_stats=return_stats,
         stream=stream,
         source=source,
-        ahead=ahead,
-        **described(batch),
+        mtp_tokens=mtp_tokens,
+        **stream_arguments(batch),
     )
 
 
-def _at(x_Bt: Tensor, places: Tensor) -> Tensor:
+def _at(x_Bt: Tensor, masked_indices: Tensor) -> Tensor:
     """Gather these rows from [B, t, …] into one row."""
-    return x_Bt.flatten(0, 1).index_select(0, places)[None]
+    return x_Bt.flatten(0, 1).index_select(0, masked_indices)[None]

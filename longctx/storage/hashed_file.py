@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from longctx.storage.blocks import BLOCK_BYTES, fill_block, open_file
+from longctx.storage.hashed_blocks import BLOCK_BYTES, fill_block, open_file
 
 ALIGNMENT = 4096
 """Direct I/O requires addresses, offsets and lengths in multiples of a disk sector; no disk has larger sectors."""
@@ -146,7 +146,7 @@ def read_back(path: Path) -> str:
             reads.popleft().result()
             digest.update(blocks[start // BLOCK_BYTES % BLOCKS][: size - start])
             # the block is free again: reuse it for the next pending read
-            following = start + BLOCKS * BLOCK_BYTES
-            if following < size:
-                reads.append(begin(following))
+            next_start = start + BLOCKS * BLOCK_BYTES
+            if next_start < size:
+                reads.append(begin(next_start))
     return digest.hexdigest()

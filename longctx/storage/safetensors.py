@@ -18,9 +18,9 @@ import xxhash
 from torch import Tensor
 
 from longctx.errors import CheckpointError
-from longctx.storage.blocks import BlockReader
+from longctx.storage.hashed_blocks import BlockReader
 from longctx.tensor_bytes import as_bytes, content_of
-from longctx.untrusted.reading import parse_json, shown
+from longctx.untrusted.strict_json import parse_json, shown
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors dtype names that fit the fp32 master weights without loss."""
@@ -46,7 +46,7 @@ MOST_HEADER_VALUES = 8_000_000
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor: file bytes ``start`` to ``stop``."""
 
     dtype: str
@@ -75,12 +75,12 @@ class SafetensorsFile:
         hashes: str | None = None,
         header_bytes: int = MOST_HEADER_BYTES,
         header_values: int = MOST_HEADER_VALUES,
-        advice: str = "",
+        hint: str = "",
     ) -> None:
         """Open the file.
 
         ``blocks`` reads it, and may read other files in its folder. ``num_bytes`` and ``hashes`` (one per block) come
-        from a manifest. ``header_bytes`` and ``header_values`` limit its header. ``advice`` is the second line in the
+        from a manifest. ``header_bytes`` and ``header_values`` limit its header. ``hint`` is the second line in the
         message about an unreadable file.
         """
         self.path, self._blocks = path, blocks or BlockReader(past_cache=False)
@@ -92,13 +92,13 @@ class SafetensorsFile:
             self._blocks.add(path, self._size, hashes)
             self._entries = self._read_header(header_bytes, header_values)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}.\n{advice}".rstrip()) from error
+            raise CheckpointError(f"{path} cannot be read: {error}.\n{hint}".rstrip()) from error
 
     def names(self) -> list[str]:
         """Return all tensor names."""
         return list(self._entries)
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> TensorEntry | None:
         """Return a tensor's header entry, if present."""
         return self._entries.get(name)
 
@@ -140,7 +140,7 @@ class SafetensorsFile:
         """Fill ``out``, flat uint8 on the CPU, with the file's bytes from ``start``."""
         self._blocks.read_into(self.path.name, start, out)
 
-    def _read_header(self, most_bytes: int, most_values: int) -> dict[str, Entry]:
+    def _read_header(self, most_bytes: int, most_values: int) -> dict[str, TensorEntry]:
         """Parse and check the header; raise ValueError with the problem if it is invalid."""
         if self._size < 8:
             raise ValueError(f"it has {self._size} bytes, which is no safetensors file")
@@ -157,7 +157,7 @@ class SafetensorsFile:
         return out.numpy().tobytes()
 
 
-def header_entries(header: Any, begin: int, size: int) -> dict[str, Entry]:
+def header_entries(header: Any, begin: int, size: int) -> dict[str, TensorEntry]:
     """Check a header and return its tensors, in a file with ``size`` bytes whose data starts at byte ``begin``.
 
     Raise ValueError, one line long, for invalid keys, dtypes, shapes or ranges, and unless the tensors are contiguous
@@ -172,7 +172,7 @@ def header_entries(header: Any, begin: int, size: int) -> dict[str, Entry]:
     return entries
 
 
-def _entry(name: str, fields: Any, begin: int, size: int) -> Entry:
+def _entry(name: str, fields: Any, begin: int, size: int) -> TensorEntry:
     """Check a tensor's fields and return its entry; its byte offsets count from the start of the file."""
     if not name or len(name) > _MOST_NAME:
         raise ValueError(f"its header names a tensor {shown(name)}, and a name has 1 to {_MOST_NAME} characters")
@@ -188,7 +188,7 @@ def _entry(name: str, fields: Any, begin: int, size: int) -> Entry:
         raise ValueError(f"{name} is at bytes {offsets}, past the end of the {size - begin} bytes of data")
     if kind in _ITEM_BYTES and stop - start != math.prod(shape) * _ITEM_BYTES[kind]:
         raise ValueError(f"{name} is {kind} {shape}, which is not {stop - start} bytes")
-    return Entry(kind, tuple(shape), start, stop)
+    return TensorEntry(kind, tuple(shape), start, stop)
 
 
 def _is_sizes(value: Any) -> bool:
@@ -198,7 +198,7 @@ def _is_sizes(value: Any) -> bool:
     return all(type(v) is int and 0 <= v < _MOST_SIZE for v in value)
 
 
-def _check_cover(entries: dict[str, Entry], begin: int, size: int) -> None:
+def _check_cover(entries: dict[str, TensorEntry], begin: int, size: int) -> None:
     """Raise ValueError unless the tensors are contiguous, from the header to the end of the file."""
     # Two tensors over the same bytes, or bytes outside all tensors, could make other readers see different content.
     at, before = begin, "the header"
@@ -296,17 +296,17 @@ def _entry_bytes(name: str) -> int:
     return len(json.dumps(name, ensure_ascii=False).encode()) + 220
 
 
-class ShardWriter:
+class SafetensorsShardWriter:
     """Writer that streams tensors into safetensors files with about ``shard_bytes`` each, without holding them in
     memory.
 
     A full shard is read back immediately, which detects a disk that corrupts data. ``finish`` names the files.
     """
 
-    def __init__(self, folder: Path, stem: str, shard_bytes: int) -> None:
+    def __init__(self, folder: Path, base_name: str, shard_bytes: int) -> None:
         if shard_bytes < 1:
             raise CheckpointError(f"shard_bytes={shard_bytes} must be positive, for example 5_000_000_000.")
-        self.folder, self.stem, self.shard_bytes = folder, stem, shard_bytes
+        self.folder, self.base_name, self.shard_bytes = folder, base_name, shard_bytes
         self.total_bytes = 0
         self._shard: SafetensorsWriter | None = None
         self._shards: list[list[str]] = []
@@ -336,10 +336,10 @@ class ShardWriter:
         count = len(self._shards)
         file_of: dict[str, str] = {}
         for number, names in enumerate(self._shards, start=1):
-            file = f"{self.stem}.safetensors"
+            file = f"{self.base_name}.safetensors"
             if count > 1:
-                file = f"{self.stem}-{number:05d}-of-{count:05d}.safetensors"
-            self._unnamed(number).rename(self.folder / file)
+                file = f"{self.base_name}-{number:05d}-of-{count:05d}.safetensors"
+            self._partial_path(number).rename(self.folder / file)
             file_of |= dict.fromkeys(names, file)
         return file_of
 
@@ -352,7 +352,7 @@ class ShardWriter:
                 self._close()
         if self._shard is None:
             self._shards.append([])
-            self._shard = SafetensorsWriter(self._unnamed(len(self._shards)))
+            self._shard = SafetensorsWriter(self._partial_path(len(self._shards)))
         return self._shard
 
     def _close(self) -> None:
@@ -361,6 +361,6 @@ class ShardWriter:
         if shard is not None:
             shard.close()
 
-    def _unnamed(self, number: int) -> Path:
+    def _partial_path(self, number: int) -> Path:
         """Return a shard's temporary path, until ``finish`` names it."""
-        return self.folder / f"{self.stem}-{number:05d}.safetensors.partial"
+        return self.folder / f"{self.base_name}-{number:05d}.safetensors.partial"

@@ -4,7 +4,7 @@
 ``sentencepiece`` and ``tokenizers``.
 """
 
-from longctx.tokenizer.contract import Chunk, Tokenizer
-from longctx.tokenizer.load import load_tokenizer
+from longctx.tokenizer.load_tokenizer import load_tokenizer
+from longctx.tokenizer.tokenizer_base import Chunk, Tokenizer
 
 __all__ = ["Chunk", "Tokenizer", "load_tokenizer"]

@@ -33,30 +33,30 @@ class AddedToken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Located:
+class TokenSpans:
     """Ids with their character spans in the text."""
 
     ids: np.ndarray
     """Token ids, int32 [N]."""
     starts: np.ndarray
     """First character of each token, int64 [N]."""
-    stops: np.ndarray
+    ends: np.ndarray
     """Index after each token's last character, int64 [N]."""
 
     @classmethod
-    def joined(cls, parts: Sequence[Located]) -> Located:
+    def joined(cls, parts: Sequence[TokenSpans]) -> TokenSpans:
         """Join parts of one text, in order."""
         none = np.empty(0, np.int64)
         # The empty arrays handle an empty list.
         return cls(
             np.concatenate([none.astype(np.int32)] + [part.ids for part in parts]),
             np.concatenate([none] + [part.starts for part in parts]),
-            np.concatenate([none] + [part.stops for part in parts]),
+            np.concatenate([none] + [part.ends for part in parts]),
         )
 
-    def moved(self, by: int) -> Located:
+    def moved(self, by: int) -> TokenSpans:
         """Return the same ids with spans shifted by ``by`` characters."""
-        return Located(self.ids, self.starts + by, self.stops + by)
+        return TokenSpans(self.ids, self.starts + by, self.ends + by)
 
     def within(self, spans: Sequence[Span]) -> np.ndarray:
         """Return True for each id that overlaps one of these ascending spans, bool [N]."""
@@ -65,7 +65,7 @@ class Located:
         starts, stops = np.array(spans, dtype=np.int64).T
         # Only the first span that ends after the id's first character can contain it.
         first = np.minimum(np.searchsorted(stops, self.starts, side="right"), len(stops) - 1)
-        return (self.stops > starts[first]) & (self.starts < stops[first])
+        return (self.ends > starts[first]) & (self.starts < stops[first])
 
 
 class Chunk(NamedTuple):
@@ -85,13 +85,13 @@ class ControlFinder:
         longest_first = sorted((text for text in added if text), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def spellings(self) -> list[str]:
+    def texts(self) -> list[str]:
         """Return the control tokens' texts."""
         return [text for text, token in self._added.items() if token.is_control]
 
     def find(self, text: str, plain: Sequence[Span] = ()) -> Iterator[tuple[int, int, int]]:
         """Yield start, end and id of each control token outside ``plain``."""
-        at = behind = 0
+        at = previous_stop = 0
         spans = iter(plain)
         span = next(spans, None)
         while (match := self._pattern.search(text, at)) is not None:
@@ -106,16 +106,16 @@ class ControlFinder:
             is_plain = span is not None and span[0] < stop
             # Absorbed white space must not reach into the previous control token.
             if token.strips_left:
-                start = max(len(text[:start].rstrip()), behind)
+                start = max(len(text[:start].rstrip()), previous_stop)
             if token.strips_right:
                 stop = len(text) - len(text[stop:].lstrip())
             # Other matches stay text, but no control token can start inside them.
             if token.is_control and not is_plain:
                 yield start, stop, token.id
-                at = behind = stop
+                at = previous_stop = stop
 
 
-class Locating:
+class SpanSupport:
     """Tokenizer support for rendered conversations."""
 
     path: Path
@@ -123,7 +123,7 @@ class Locating:
     """Function that replaces ``encode_prompt``, such as a chat template; unset by default."""
 
     @cached_property
-    def controls(self) -> ControlFinder:
+    def control_finder(self) -> ControlFinder:
         """Finder for the tokens that a chat template writes; raises DataError if the tokenizer does not define them."""
         raise DataError(
             f"tokenizer={self.path} is a SentencePiece model, whose file does not say how conversations are cut.\n"
@@ -131,11 +131,11 @@ class Locating:
         )
 
     @cached_property
-    def sections_begin_anew(self) -> bool:
+    def restarts_after_control(self) -> bool:
         """True if the text after a control token gets the same space as a document's start."""
         return False
 
-    def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
+    def locate_chunks(self, chunks: Sequence[Chunk]) -> list[TokenSpans]:
         """Return each chunk's ids with their character spans."""
         raise NotImplementedError
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from longctx.errors import DataError
-from longctx.tokenizer.chunks import SPACE_MARK
+from longctx.tokenizer.chat_templates import has_templates
 from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
-from longctx.tokenizer.templates import has_templates
+from longctx.tokenizer.text_chunks import SPACE_MARK
 
 _NEVER_CHOSEN = -1e4
 """Score for a control or byte piece in an exported Unigram: text that spells it is never cheaper as that piece."""
@@ -50,7 +50,7 @@ def _check_expressible(tokenizer: SentencePieceTokenizer) -> None:
         "two of its pieces differ by U+2581 and a space only": tokenizer.is_own
         and len(set(_spaced(tokenizer))) != tokenizer.vocab_size,
     }
-    if found := [reason for reason, holds in reasons.items() if holds]:
+    if found := [reason for reason, condition in reasons.items() if condition]:
         raise DataError(
             f"{tokenizer.path} has no exact fast tokenizer: {'; '.join(found)}.\n"
             "Export with the model's own files (--tokenizer DIR), or without a tokenizer (--tokenizer none)."
@@ -78,7 +78,7 @@ def _content(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
         model = _unigram(tokenizer, texts)
     else:
         model = _bpe(tokenizer, texts, unknown=unknown)
-    added = [_added(i, texts[i], special=True) for i in _controls(tokenizer)]
+    added = [_added(i, texts[i], special=True) for i in _control_ids(tokenizer)]
     # These are matched in the text before any merge.
     added += [_added(i, texts[i], special=False) for i in tokenizer.user_defined]
     return {
@@ -136,7 +136,7 @@ def _bpe(tokenizer: SentencePieceTokenizer, texts: list[str], *, unknown: str | 
 def _unigram(tokenizer: SentencePieceTokenizer, texts: list[str]) -> dict[str, Any]:
     """Return a Unigram model from the pieces' scores."""
     bytes_alone = [i for i in range(tokenizer.vocab_size) if tokenizer.processor.is_byte(i)]
-    fixed = {*_controls(tokenizer), *bytes_alone, tokenizer.processor.unk_id()}
+    fixed = {*_control_ids(tokenizer), *bytes_alone, tokenizer.processor.unk_id()}
     vocabulary: list[list[Any]] = []
     for i, text in enumerate(texts):
         score = tokenizer.processor.get_score(i)
@@ -167,11 +167,11 @@ def _merges(tokenizer: SentencePieceTokenizer, texts: list[str]) -> Iterator[lis
 def _learned(tokenizer: SentencePieceTokenizer) -> list[int]:
     """Return the pieces that text can become by merging."""
     model = tokenizer.processor
-    fixed = {*_controls(tokenizer), *tokenizer.user_defined, model.unk_id()}
+    fixed = {*_control_ids(tokenizer), *tokenizer.user_defined, model.unk_id()}
     return [i for i in range(tokenizer.vocab_size) if i not in fixed and not model.is_byte(i)]
 
 
-def _controls(tokenizer: SentencePieceTokenizer) -> list[int]:
+def _control_ids(tokenizer: SentencePieceTokenizer) -> list[int]:
     return [i for i in range(tokenizer.vocab_size) if tokenizer.processor.is_control(i)]
 
 
@@ -209,7 +209,7 @@ def _config(tokenizer: SentencePieceTokenizer, max_positions: int) -> dict[str, 
     """Return the contents of tokenizer_config.json."""
     special = tokenizer.special
     roles = {"bos_token": special.bos, "eos_token": special.end, "pad_token": special.padding}
-    others = [tokenizer.piece(i) for i in _controls(tokenizer) if i not in roles.values()]
+    others = [tokenizer.piece(i) for i in _control_ids(tokenizer) if i not in roles.values()]
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for role, token in roles.items():
         config[role] = None

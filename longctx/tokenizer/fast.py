@@ -18,12 +18,12 @@ import tokenizers
 import xxhash
 
 from longctx.errors import DataError
-from longctx.tokenizer.chunks import CHUNK_CHARACTERS, IsCertain, Neighbours, certain_chunks, ends_word, never
-from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters, decode_by_place, encode_by_place
-from longctx.tokenizer.control import AddedToken, ControlFinder, Located
+from longctx.tokenizer.control import AddedToken, ControlFinder, TokenSpans
 from longctx.tokenizer.growth import check_growth, library_faults
 from longctx.tokenizer.patterns import check_patterns
-from longctx.tokenizer.special import JSON_FILE, read_object, special_ids, with_generation_config
+from longctx.tokenizer.special import JSON_FILE, read_tokenizer_json, special_ids, with_generation_config
+from longctx.tokenizer.text_chunks import CHUNK_CHARACTERS, AdjacentPairs, IsSafeCut, ends_word, never, safe_chunks
+from longctx.tokenizer.tokenizer_base import Chunk, Tokenizer, check_characters, decode_by_place, encode_by_place
 
 _ANCHOR = "a"
 _PROOF_CHARACTERS = 64
@@ -32,15 +32,15 @@ _PROOF_CHARACTERS = 64
 class FastTokenizer(Tokenizer):
     """Tokenizer from any kind of tokenizer.json; the library encodes on all cores."""
 
-    def __init__(self, content: bytes, *, path: Path, companions: Mapping[str, bytes] | None = None) -> None:
-        """Load the tokenizer. ``companions`` are the other files in its folder, which name begin and end ids."""
-        files = {JSON_FILE: content} | dict(companions or {})
-        self._json = read_object(files, JSON_FILE, path)
+    def __init__(self, content: bytes, *, path: Path, folder_files: Mapping[str, bytes] | None = None) -> None:
+        """Load the tokenizer. ``folder_files`` are the other files in its folder, which name begin and end ids."""
+        files = {JSON_FILE: content} | dict(folder_files or {})
+        self._json = read_tokenizer_json(files, JSON_FILE, path)
         self._fast = _build(content, self._json, path)
         self._variants = _Variants(self._fast, self._json, path)
         self._added = self._fast.get_added_tokens_decoder()
         self.kind = f"tokenizer.json {self._json['model'].get('type', 'model')}"
-        self.goes_on = self._json["model"].get("continuing_subword_prefix") or ""
+        self.continuation_prefix = self._json["model"].get("continuing_subword_prefix") or ""
         with library_faults(path):
             check_patterns(self._fast, self._json, path)
             before, after = _frame(self._fast)
@@ -64,7 +64,7 @@ class FastTokenizer(Tokenizer):
         """Yield ``text`` in chunks, cut at points where the tokenizer certainly cuts itself (``chunks``)."""
         check_characters(text)
         with library_faults(self.path):
-            yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_certain)
+            yield from safe_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_safe_cut)
 
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """Encode each chunk to int32 ids; a later chunk gets no leading space."""
@@ -78,7 +78,7 @@ class FastTokenizer(Tokenizer):
             return decode_by_place(ids, chunks, anchor, partial(self._fast.decode_batch, skip_special_tokens=False))
 
     @cached_property
-    def controls(self) -> ControlFinder:
+    def control_finder(self) -> ControlFinder:
         """Finder for the file's added tokens; the special ones are control tokens."""
         return ControlFinder(
             {
@@ -88,24 +88,24 @@ class FastTokenizer(Tokenizer):
         )
 
     @cached_property
-    def sections_begin_anew(self) -> bool:
+    def restarts_after_control(self) -> bool:
         """True if the text after a control token gets the same space as a document's start."""
         special = {added.content: number for number, added in self._added.items() if added.special}
-        return self._variants.begins_anew(special)
+        return self._variants.restarts_after_control(special)
 
-    def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
+    def locate_chunks(self, chunks: Sequence[Chunk]) -> list[TokenSpans]:
         """Return each chunk's ids with their character spans."""
-        located: list[Located] = []
+        spans: list[TokenSpans] = []
         with library_faults(self.path):
             for chunk in chunks:
-                fast = self._fast if chunk.is_first else self._variants.later
+                fast = self._fast if chunk.is_first else self._variants.continuation_tokenizer
                 encoding = fast.encode(chunk.text, add_special_tokens=False)
                 # A special token's entry was chosen for plain text: encode again without it.
                 if self.is_control[_ids(encoding)].any():
                     encoding = self._encode_guarded(chunk.text, chunk.is_first)
-                starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-                located.append(Located(_ids(encoding), starts, stops))
-        return located
+                starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+                spans.append(TokenSpans(_ids(encoding), starts, ends))
+        return spans
 
     def piece(self, token: int) -> str:
         """Return an id's spelling in the file, for display; empty for an unused number."""
@@ -125,7 +125,7 @@ class FastTokenizer(Tokenizer):
 
     def _encode_texts(self, texts: list[str], is_first: bool) -> list[np.ndarray]:
         """Encode texts so that no text becomes a special token."""
-        fast = self._fast if is_first else self._variants.later
+        fast = self._fast if is_first else self._variants.continuation_tokenizer
         encoded = [_ids(found) for found in fast.encode_batch_fast(texts, add_special_tokens=False)]
         for number, ids in enumerate(encoded):
             # Rare: only such a text is encoded twice.
@@ -138,11 +138,11 @@ class FastTokenizer(Tokenizer):
         return self._variants.guarded(special, is_first).encode(text, add_special_tokens=False)
 
     @cached_property
-    def _is_certain(self) -> IsCertain:
-        if self._variants.cuts_words:
+    def _is_safe_cut(self) -> IsSafeCut:
+        if self._variants.splits_words:
             return self._ends_word
         plain = [added.content for added in self._added.values() if not added.special]
-        normalised = not _keeps_characters(self._json.get("normalizer"))
+        normalizes = not _keeps_characters(self._json.get("normalizer"))
         # A Prepend applies to every part between added tokens, not only to the start of the text.
         if plain and "Prepend" in json.dumps(self._json.get("normalizer")):
             return never
@@ -151,7 +151,7 @@ class FastTokenizer(Tokenizer):
             return never
         pieces = list(self._fast.get_vocab(with_added_tokens=False))
         has_bytes = bool(self._json["model"].get("byte_fallback"))
-        return Neighbours(pieces + plain, is_normalised=normalised, has_byte_fallback=has_bytes).is_certain
+        return AdjacentPairs(pieces + plain, normalizes=normalizes, has_byte_fallback=has_bytes).is_safe_cut
 
     def _ends_word(self, text: str, at: int) -> bool:
         """Return True if a word ends here, and the tokenizer encodes both sides independently."""
@@ -161,7 +161,7 @@ class FastTokenizer(Tokenizer):
         left, right = text[max(0, at - _PROOF_CHARACTERS) : at], text[at : at + _PROOF_CHARACTERS]
         whole = self._fast.encode(left + right, add_special_tokens=False).ids
         halves = self._fast.encode(left, add_special_tokens=False).ids
-        halves += self._variants.later.encode(right, add_special_tokens=False).ids
+        halves += self._variants.continuation_tokenizer.encode(right, add_special_tokens=False).ids
         return whole == halves
 
 
@@ -173,39 +173,39 @@ class _Variants:
         self._guarded: dict[bool, tokenizers.Tokenizer] = {}
 
     @cached_property
-    def cuts_words(self) -> bool:
+    def splits_words(self) -> bool:
         """True if the pre-tokenizer cuts text into words."""
         words = self._fast.encode("a b", add_special_tokens=False).word_ids
         return len(set(words)) > 1
 
     @cached_property
-    def later(self) -> tokenizers.Tokenizer:
+    def continuation_tokenizer(self) -> tokenizers.Tokenizer:
         """Tokenizer for a chunk that does not start its document."""
         without_prefix = _without_prefix(self._json)
         # Words are cut before a space, which is already a leading space.
-        if self.cuts_words or without_prefix == self._json:
+        if self.splits_words or without_prefix == self._json:
             return self._fast
         return _from_json(without_prefix, self._path)
 
-    def begins_anew(self, special: Mapping[str, int]) -> bool:
+    def restarts_after_control(self, special: Mapping[str, int]) -> bool:
         """Return True if the text after a special token is encoded like a document's start."""
-        if not special or self.later is self._fast:
+        if not special or self.continuation_tokenizer is self._fast:
             return True
         content, number = next(iter(special.items()))
         # Only here a special token's text must become its id.
         self._fast.encode_special_tokens = False
         try:
-            behind = self._fast.encode(content + _ANCHOR, add_special_tokens=False).ids
+            ids_after = self._fast.encode(content + _ANCHOR, add_special_tokens=False).ids
         finally:
             self._fast.encode_special_tokens = True
-        return behind == [number, *self._fast.encode(_ANCHOR, add_special_tokens=False).ids]
+        return ids_after == [number, *self._fast.encode(_ANCHOR, add_special_tokens=False).ids]
 
     def guarded(self, special: frozenset[str], is_first: bool) -> tokenizers.Tokenizer:
         """Return the tokenizer with special tokens' vocabulary entries renamed to names that no text can spell."""
         # Build on demand: most texts spell no special token.
         if is_first not in self._guarded:
             content = self._json
-            if not is_first and not self.cuts_words:
+            if not is_first and not self.splits_words:
                 content = _without_prefix(content)
             self._guarded[is_first] = _from_json(_unspellable(content, special), self._path)
         return self._guarded[is_first]

@@ -59,10 +59,10 @@ def check_growth(content: dict[str, Any], path: Path) -> None:
 
 def check_charsmap(charsmap: bytes, path: Path) -> None:
     """Raise DataError if a SentencePiece model's character map makes too much text from one character."""
-    check_lengths({"its map makes a text, in bytes,": longest_text(charsmap)}, MOST_GROWTH, path)
+    check_size_limits({"its map makes a text, in bytes,": longest_text(charsmap)}, MOST_GROWTH, path)
 
 
-def check_lengths(lengths: dict[str, int], most: int, path: Path) -> None:
+def check_size_limits(lengths: dict[str, int], most: int, path: Path) -> None:
     """Raise DataError for a length greater than ``most``."""
     for name, length in lengths.items():
         if length > most:
@@ -104,15 +104,15 @@ def _check_model(model: Any, path: Path) -> None:
     if not isinstance(model, dict):
         return
     affixes = ("continuing_subword_prefix", "end_of_word_suffix")
-    check_lengths({f"its {name} is": len(str(model.get(name) or "")) for name in affixes}, MOST_AFFIX, path)
+    check_size_limits({f"its {name} is": len(str(model.get(name) or "")) for name in affixes}, MOST_AFFIX, path)
     word = model.get("max_input_chars_per_word")
     if isinstance(word, int):
-        check_lengths({"its max_input_chars_per_word allows a word": word}, MOST_WORD, path)
+        check_size_limits({"its max_input_chars_per_word allows a word": word}, MOST_WORD, path)
     pieces = model.get("vocab")
     # A Unigram's vocabulary is a list of (piece, score) pairs.
     if isinstance(pieces, list):
         longest = max((len(piece[0]) for piece in pieces if isinstance(piece, list) and _is_text(piece)), default=0)
-        check_lengths({"it has a piece": longest}, MOST_PIECE, path)
+        check_size_limits({"it has a piece": longest}, MOST_PIECE, path)
 
 
 def _is_text(piece: list[Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longctx.tokenizer.chunks import SPACE_MARK
+from longctx.tokenizer.text_chunks import SPACE_MARK
 
 HARD_TEXTS = (
     "",

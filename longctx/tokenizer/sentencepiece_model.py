@@ -17,21 +17,21 @@ import xxhash
 from sentencepiece import sentencepiece_model_pb2
 
 from longctx.errors import DataError
-from longctx.tokenizer.chunks import (
+from longctx.tokenizer.byte_table import ByteTable
+from longctx.tokenizer.control import AddedToken, ControlFinder, TokenSpans
+from longctx.tokenizer.growth import MOST_GROWTH, MOST_PIECE, check_charsmap, check_size_limits
+from longctx.tokenizer.special import MODEL_FILE, special_ids, with_generation_config
+from longctx.tokenizer.text_chunks import (
     CHUNK_CHARACTERS,
     SPACE_MARK,
-    IsCertain,
-    Neighbours,
-    certain_chunks,
+    AdjacentPairs,
+    IsSafeCut,
     is_plain_space,
     never,
     newline_chunks,
+    safe_chunks,
 )
-from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters, decode_by_place, encode_by_place
-from longctx.tokenizer.control import AddedToken, ControlFinder, Located
-from longctx.tokenizer.growth import MOST_GROWTH, MOST_PIECE, check_charsmap, check_lengths
-from longctx.tokenizer.special import MODEL_FILE, special_ids, with_generation_config
-from longctx.tokenizer.spelling import Spelling
+from longctx.tokenizer.tokenizer_base import Chunk, Tokenizer, check_characters, decode_by_place, encode_by_place
 
 DOCUMENT_BEGIN = "<|document_begin|>"
 DOCUMENT_END = "<|document_end|>"
@@ -52,8 +52,8 @@ _TYPES = {1: "Unigram", 2: "BPE", 3: "words", 4: "characters"}
 class SentencePieceTokenizer(Tokenizer):
     """SentencePiece model of any type; the library encodes on all cores."""
 
-    def __init__(self, model: bytes, *, path: Path, companions: Mapping[str, bytes] | None = None) -> None:
-        """Load the model. ``companions`` are other files in a Hugging Face folder that may name begin and end ids."""
+    def __init__(self, model: bytes, *, path: Path, folder_files: Mapping[str, bytes] | None = None) -> None:
+        """Load the model. ``folder_files`` are other files in a Hugging Face folder that may name begin and end ids."""
         processor = _parse(model, path)
         self.processor = processor
         self._proto = _ModelProto.FromString(model)
@@ -62,7 +62,7 @@ class SentencePieceTokenizer(Tokenizer):
         """SentencePiece's own messages: training settings, and the normalisation applied to a text first."""
         self.model_type = _TYPES[self.trainer.model_type]
         self.kind = f"SentencePiece {self.model_type}"
-        files = dict(companions or {})
+        files = dict(folder_files or {})
         own = {"bos": processor.bos_id(), "end": processor.eos_id(), "padding": processor.pad_id()}
         # SentencePiece returns −1 for an id that the model does not have.
         ids = {role: None if token < 0 else token for role, token in own.items()}
@@ -84,16 +84,16 @@ class SentencePieceTokenizer(Tokenizer):
     def is_own(self) -> bool:
         """True if ``longctx tokenizer train`` made the model: it has our control ids, and restores every text."""
         names = {self.processor.id_to_piece(i) for i in range(self.vocab_size) if self.processor.is_control(i)}
-        gives_all = self.has_byte_fallback and not self.is_normalised and not self.normalizer.add_dummy_prefix
+        is_lossless = self.has_byte_fallback and not self.normalizes and not self.normalizer.add_dummy_prefix
         is_plain = not self.user_defined and not self.trainer.treat_whitespace_as_suffix
-        return names.issuperset((DOCUMENT_BEGIN, DOCUMENT_END)) and gives_all and is_plain
+        return names.issuperset((DOCUMENT_BEGIN, DOCUMENT_END)) and is_lossless and is_plain
 
     @cached_property
-    def spelling(self) -> Spelling | None:
+    def byte_table(self) -> ByteTable | None:
         """Bytes per id for our own models, which add no prefix and keep every text unchanged; otherwise None."""
         if not self.is_own:
             return None
-        return Spelling(_spelt(self.processor))
+        return ByteTable(_token_bytes(self.processor))
 
     @cached_property
     def has_byte_fallback(self) -> bool:
@@ -111,7 +111,7 @@ class SentencePieceTokenizer(Tokenizer):
         if self.is_own:
             yield from newline_chunks(text, chunk_characters or OWN_CHUNK_CHARACTERS)
         else:
-            yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_certain)
+            yield from safe_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_safe_cut)
 
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """Encode each chunk to int32 ids; a later chunk gets no leading space."""
@@ -126,20 +126,20 @@ class SentencePieceTokenizer(Tokenizer):
         return decode_by_place(ids, chunks, self.processor.encode(_ANCHOR), self._decode_texts)
 
     @cached_property
-    def controls(self) -> ControlFinder:
+    def control_finder(self) -> ControlFinder:
         """Finder for control pieces in our own models; raises DataError for other models."""
         if not self.is_own:
-            return super().controls
+            return super().control_finder
         control = np.flatnonzero(self.is_control).tolist()
         return ControlFinder({self.piece(token): AddedToken(token) for token in control})
 
-    def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
+    def locate_chunks(self, chunks: Sequence[Chunk]) -> list[TokenSpans]:
         """Return each chunk's ids with their character spans, for our own models."""
-        assert self.spelling is not None
-        located: list[Located] = []
+        assert self.byte_table is not None
+        spans: list[TokenSpans] = []
         for chunk, ids in zip(chunks, self.encode_chunks(chunks), strict=True):
-            located.append(Located(ids, *self.spelling.locate(ids, chunk.text)))
-        return located
+            spans.append(TokenSpans(ids, *self.byte_table.locate(ids, chunk.text)))
+        return spans
 
     def piece(self, token: int) -> str:
         """Return an id's spelling in the model file, for display."""
@@ -158,8 +158,8 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode_texts(self, texts: list[str], is_first: bool) -> list[np.ndarray]:
         processor = self.processor
         if not is_first:
-            processor = self._later
-            if self.is_normalised:
+            processor = self._processor_without_prefix
+            if self.normalizes:
                 # The cut is before a space, which this processor adds itself.
                 texts = [text.removeprefix(" ") for text in texts]
         return processor.encode(texts, return_type="numpy", num_threads=_num_threads(texts, self.threads))
@@ -168,33 +168,33 @@ class SentencePieceTokenizer(Tokenizer):
         return self.processor.decode(parts, num_threads=_num_threads(parts, self.threads))
 
     @property
-    def is_normalised(self) -> bool:
+    def normalizes(self) -> bool:
         """True if the model changes more of a text than the spelling of its spaces."""
         return bool(self.normalizer.precompiled_charsmap) or self.normalizer.remove_extra_whitespaces
 
     @cached_property
-    def _later(self) -> spm.SentencePieceProcessor:
+    def _processor_without_prefix(self) -> spm.SentencePieceProcessor:
         """Model for a chunk that does not start its document."""
         proto = _ModelProto()
         proto.CopyFrom(self._proto)
         # In a normalised text, the dummy prefix replaces the leading space that ``_encode_texts`` removes.
-        proto.normalizer_spec.add_dummy_prefix = self.is_normalised
+        proto.normalizer_spec.add_dummy_prefix = self.normalizes
         return _parse(proto.SerializeToString(), self.path)
 
     @cached_property
-    def _is_certain(self) -> IsCertain:
+    def _is_safe_cut(self) -> IsSafeCut:
         # A model with its own way of writing spaces has no certain point.
         if self.trainer.treat_whitespace_as_suffix or not self.normalizer.escape_whitespaces:
             return never
         # A word model cuts at spaces only, whatever its vocabulary.
         if self.model_type == "words":
-            if self.is_normalised:
+            if self.normalizes:
                 return is_plain_space
             return _is_before_space
         model = self.processor
         texts = model.id_to_piece([i for i in range(self.vocab_size) if not (model.is_control(i) or model.is_byte(i))])
-        flags = {"is_normalised": self.is_normalised, "has_byte_fallback": self.has_byte_fallback}
-        return Neighbours(texts, **flags).is_certain
+        flags = {"normalizes": self.normalizes, "has_byte_fallback": self.has_byte_fallback}
+        return AdjacentPairs(texts, **flags).is_safe_cut
 
 
 def _check_growth(proto: Any, path: Path) -> None:
@@ -202,8 +202,8 @@ def _check_growth(proto: Any, path: Path) -> None:
     # Decoding applies the denormalizer, which is just as untrusted.
     for spec in (proto.normalizer_spec, proto.denormalizer_spec):
         check_charsmap(spec.precompiled_charsmap, path)
-    check_lengths({"its unk_surface is": len(proto.trainer_spec.unk_surface)}, MOST_GROWTH, path)
-    check_lengths({"it has a piece": max(len(piece.piece) for piece in proto.pieces)}, MOST_PIECE, path)
+    check_size_limits({"its unk_surface is": len(proto.trainer_spec.unk_surface)}, MOST_GROWTH, path)
+    check_size_limits({"it has a piece": max(len(piece.piece) for piece in proto.pieces)}, MOST_PIECE, path)
 
 
 def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.ndarray]:
@@ -218,7 +218,7 @@ def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.
             if number:
                 row.append(None)
             # Cut at points that change no id: the library takes twice as long for a text larger than the cache.
-            for piece in certain_chunks(part, _QUICK_CHARACTERS, tokenizer._is_certain):
+            for piece in safe_chunks(part, _QUICK_CHARACTERS, tokenizer._is_safe_cut):
                 row.append(len(pieces))
                 pieces.append(piece.text)
         rows.append(row)
@@ -247,9 +247,9 @@ def _spell_spaces(ids: np.ndarray, mark: list[int], space: int) -> np.ndarray:
     """
     first, second, third = mark
     at = np.flatnonzero((ids[:-2] == first) & (ids[1:-1] == second) & (ids[2:] == third))
-    spelt = ids.copy()
-    spelt[at] = space
-    return np.delete(spelt, np.concatenate([at + 1, at + 2]))
+    result = ids.copy()
+    result[at] = space
+    return np.delete(result, np.concatenate([at + 1, at + 2]))
 
 
 def _num_threads(texts: Sequence[Any], threads: int) -> int:
@@ -259,18 +259,18 @@ def _num_threads(texts: Sequence[Any], threads: int) -> int:
     return 1
 
 
-def _spelt(model: spm.SentencePieceProcessor) -> list[bytes | None]:
+def _token_bytes(model: spm.SentencePieceProcessor) -> list[bytes | None]:
     """Return the bytes per id in a model with byte fallback; None for ids that no text becomes."""
-    spelt: list[bytes | None] = []
+    token_bytes: list[bytes | None] = []
     for token, piece in enumerate(model.id_to_piece(list(range(model.vocab_size())))):
         if model.is_control(token) or model.is_unknown(token) or model.is_unused(token):
-            spelt.append(None)
+            token_bytes.append(None)
         elif model.is_byte(token):
             # Spelt <0x0A>.
-            spelt.append(bytes([int(piece[3:5], 16)]))
+            token_bytes.append(bytes([int(piece[3:5], 16)]))
         else:
-            spelt.append(piece.replace(SPACE_MARK, " ").encode())
-    return spelt
+            token_bytes.append(piece.replace(SPACE_MARK, " ").encode())
+    return token_bytes
 
 
 def _is_before_space(text: str, at: int) -> bool:
@@ -280,12 +280,12 @@ def _is_before_space(text: str, at: int) -> bool:
 
 def _parse(model: bytes, path: Path) -> spm.SentencePieceProcessor:
     """Parse a model file; raise ``DataError`` if it is damaged."""
-    damaged = f"tokenizer={path} is not a SentencePiece model, or it is damaged. Copy it again or train it again."
+    message = f"tokenizer={path} is not a SentencePiece model, or it is damaged. Copy it again or train it again."
     processor = spm.SentencePieceProcessor()
     try:
         processor.load_from_serialized_proto(model)
     except (RuntimeError, OSError) as error:
-        raise DataError(damaged) from error
+        raise DataError(message) from error
     if not model or processor.vocab_size() == 0:
-        raise DataError(damaged)
+        raise DataError(message)
     return processor

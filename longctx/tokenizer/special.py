@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longctx.errors import DataError
-from longctx.untrusted.reading import parse_json
+from longctx.untrusted.strict_json import parse_json
 
 MODEL_FILE = "tokenizer.model"
 JSON_FILE = "tokenizer.json"
@@ -46,7 +46,7 @@ class FimIds(NamedTuple):
 
 FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 """Spelling in Qwen's models and ours."""
-_FIM_SPELLINGS = (
+_FIM_VARIANTS = (
     FIM_TOKENS,
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
@@ -58,7 +58,7 @@ SENTINEL = "<extra_id_{}>"
 """Spelling in T5 and our models, numbered from 0."""
 MASK_TOKEN = "[MASK]"
 """Spelling in BERT's models and ours."""
-_MASK_SPELLINGS = (MASK_TOKEN, "<mask>")
+_MASK_VARIANTS = (MASK_TOKEN, "<mask>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class SpecialIds:
     end: int | None
     """Put after a document."""
     padding: int | None
-    stops: tuple[int, ...]
+    stop_ids: tuple[int, ...]
     """Ids that end a generated text: ``end``, and further ones from generation_config.json."""
     frame: Frame = Frame()
     fim: FimIds | None = None
@@ -138,13 +138,13 @@ def special_ids(
     if JSON_FILE in files and frame.unframed_class:
         own_begin = None
     # Chat models often list an end of turn in addition to the end of text.
-    stops = [own["eos"], *_listed_ids("eos", files, path)]
+    stop_ids = [own["eos"], *_configured_ids("eos", files, path)]
     return SpecialIds(
         bos=own["bos"],
         begin=own_begin,
         end=own["eos"],
         padding=own["pad"],
-        stops=tuple(dict.fromkeys(token for token in stops if token is not None)),
+        stop_ids=tuple(dict.fromkeys(token for token in stop_ids if token is not None)),
         frame=frame,
         fim=_fim_ids(id_of),
         mask=_mask_id(files, id_of, path),
@@ -157,7 +157,7 @@ def special_ids(
 
 def _frame(files: Mapping[str, bytes], file: str, begin: int | None, end: int | None, path: Path) -> Frame:
     """Return the settings for begin and end in the model's own file and in tokenizer_config.json."""
-    settings = read_object(files, TOKENIZER_CONFIG, path)
+    settings = read_tokenizer_json(files, TOKENIZER_CONFIG, path)
     # A missing setting differs from an explicit false.
     adds = {role: bool(settings[key]) for role in ("bos", "eos") if (key := f"add_{role}_token") in settings}
     return Frame(
@@ -180,9 +180,9 @@ def _unframed_class(settings: Mapping[str, Any]) -> str:
 
 def _fim_ids(id_of: IdOf) -> FimIds | None:
     """Return the ids for the first spelling with all three tokens."""
-    for spelling in _FIM_SPELLINGS:
-        found = [token for token in map(id_of, spelling) if token is not None]
-        if len(found) == len(spelling):
+    for variant in _FIM_VARIANTS:
+        found = [token for token in map(id_of, variant) if token is not None]
+        if len(found) == len(variant):
             return FimIds(*found)
     return None
 
@@ -192,7 +192,7 @@ def _mask_id(files: Mapping[str, bytes], id_of: IdOf, path: Path) -> int | None:
     named = _named_id("mask", files, id_of, path)
     if named is not None:
         return named
-    return next((token for token in map(id_of, _MASK_SPELLINGS) if token is not None), None)
+    return next((token for token in map(id_of, _MASK_VARIANTS) if token is not None), None)
 
 
 def _sentinel_ids(id_of: IdOf) -> tuple[int, ...]:
@@ -205,18 +205,18 @@ def _sentinel_ids(id_of: IdOf) -> tuple[int, ...]:
 
 def with_generation_config(files: Mapping[str, bytes], path: Path) -> dict[str, bytes]:
     """Return the files to copy, without config.json; its ids go into generation_config.json if that file is missing."""
-    carried = {name: content for name, content in files.items() if name != MODEL_CONFIG}
+    copied = {name: content for name, content in files.items() if name != MODEL_CONFIG}
     if MODEL_CONFIG in files and GENERATION_CONFIG not in files:
-        config = read_object(files, MODEL_CONFIG, path)
+        config = read_tokenizer_json(files, MODEL_CONFIG, path)
         names = ("bos", "eos", "pad", "decoder_start", "forced_bos", "forced_eos")
         keys = [f"{name}_token_id" for name in names]
         ids = {key: config[key] for key in keys if config.get(key) is not None}
         if ids:
-            carried[GENERATION_CONFIG] = (json.dumps(ids, indent=2) + "\n").encode()
-    return carried
+            copied[GENERATION_CONFIG] = (json.dumps(ids, indent=2) + "\n").encode()
+    return copied
 
 
-def read_object(files: Mapping[str, bytes], name: str, path: Path) -> dict[str, Any]:
+def read_tokenizer_json(files: Mapping[str, bytes], name: str, path: Path) -> dict[str, Any]:
     """Return the JSON object in one of the files, empty if it is missing; raise DataError if it is not an object."""
     if name not in files:
         return {}
@@ -233,30 +233,30 @@ def _named_id(role: str, files: Mapping[str, bytes], id_of: IdOf, path: Path) ->
     """Return a role's id by the token's text, otherwise by the number in the model's settings."""
     order = [SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG]
     # As in transformers: the older file applies unless the settings list the added tokens themselves.
-    if "added_tokens_decoder" in read_object(files, TOKENIZER_CONFIG, path):
+    if "added_tokens_decoder" in read_tokenizer_json(files, TOKENIZER_CONFIG, path):
         order.reverse()
     for name in order:
-        token = read_object(files, name, path).get(f"{role}_token")
+        token = read_tokenizer_json(files, name, path).get(f"{role}_token")
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):
             found = id_of(token)
             if found is not None:
                 return found
-    listed = _listed_ids(role, files, path)
-    if listed:
-        return listed[0]
+    configured = _configured_ids(role, files, path)
+    if configured:
+        return configured[0]
     return None
 
 
 def _first_id(role: str, files: Mapping[str, bytes], path: Path) -> int | None:
-    return next(iter(_listed_ids(role, files, path)), None)
+    return next(iter(_configured_ids(role, files, path)), None)
 
 
-def _listed_ids(role: str, files: Mapping[str, bytes], path: Path) -> list[int]:
+def _configured_ids(role: str, files: Mapping[str, bytes], path: Path) -> list[int]:
     """Return a role's ids in generation_config.json, otherwise in config.json: either may list several."""
     for name in (GENERATION_CONFIG, MODEL_CONFIG):
-        value = read_object(files, name, path).get(f"{role}_token_id")
+        value = read_tokenizer_json(files, name, path).get(f"{role}_token_id")
         if isinstance(value, int):
             value = [value]
         if isinstance(value, list) and value:

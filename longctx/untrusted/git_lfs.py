@@ -4,7 +4,7 @@ from __future__ import annotations
 
 POINTER_LINE = b"version https://git-lfs.github.com/spec/v1"
 """The first line of every pointer, without the line end."""
-ADVICE = "`git lfs pull` in its repository fetches the file"
+FETCH_HINT = "`git lfs pull` in its repository fetches the file"
 """Hint for fetching the actual file."""
 
 

@@ -17,9 +17,9 @@ def for_terminal(text: str, stream: TextIO) -> str:
     """
     if not stream.isatty():
         return text
-    return spelled(text)
+    return escape_control_characters(text)
 
 
-def spelled(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Replace every character that a terminal interprets by Python's escaped form."""
     return _ACTS.sub(lambda found: ascii(found[0])[1:-1], text)

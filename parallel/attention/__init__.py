@@ -1,5 +1,7 @@
 """Attention over a sequence that is sharded across ranks."""
 
-from parallel.attention.softmax import attend
+from parallel.attention.context_parallel_softmax import context_parallel_attention
 
-__all__ = ["attend"]
+attend = context_parallel_attention  # the name before 0.1, kept for one release
+
+__all__ = ["attend", "context_parallel_attention"]

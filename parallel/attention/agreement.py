@@ -12,14 +12,14 @@ from typing import NamedTuple, Protocol
 import torch
 
 from longctx.errors import ClusterError, ConfigError
-from parallel.comm.groups import ProcessGroup
+from parallel.comm.process_groups import ProcessGroup
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 
 _AGREEING = "agreeing on a schedule"
 
 
-class Agreed(Protocol):
+class VerifiedPlan(Protocol):
     """Object that must be equal on all ranks: an attention schedule, or linear-attention states."""
 
     @property
@@ -42,7 +42,7 @@ def degree_problem(layout: SequenceLayout, mesh: Mesh) -> str | None:
     )
 
 
-def agree(agreed: Agreed, mesh: Mesh, signature: str, problem: str | None) -> None:
+def verify_across_ranks(plan: VerifiedPlan, mesh: Mesh, signature: str, problem: str | None) -> None:
     """Compare digest and call ``signature`` over the context group. Collective.
 
     Raise ConfigError on every rank if one has a ``problem``, ClusterError on a mismatch.
@@ -54,13 +54,13 @@ def agree(agreed: Agreed, mesh: Mesh, signature: str, problem: str | None) -> No
             raise ConfigError(problem)
         return
     # A rank with a problem still takes part: the others would wait for it.
-    mine = torch.frombuffer(bytearray(_digest(agreed, signature, problem)), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(_digest(plan, signature, problem)), dtype=torch.uint8)
     try:
-        seen = mesh.comm.all_gather(mine, group, doing=_AGREEING)
+        seen = mesh.comm.all_gather(mine, group, operation=_AGREEING)
     except ClusterError as error:
         raise ClusterError(f"{error}\nOr one does not call attention when the others do.") from error.__cause__
     if problem is not None or bool((seen != mine).any()):
-        _raise_difference(agreed, signature, problem, mesh, group)
+        _raise_difference(plan, signature, problem, mesh, group)
 
 
 class _Statement(NamedTuple):
@@ -70,16 +70,16 @@ class _Statement(NamedTuple):
     signature: str
 
 
-def _digest(agreed: Agreed, signature: str, problem: str | None) -> bytes:
+def _digest(plan: VerifiedPlan, signature: str, problem: str | None) -> bytes:
     # Fixed size regardless of the description: one small collective per plan.
-    return blake2b(f"{agreed.digest} {signature} {problem or ''}".encode(), digest_size=16).digest()
+    return blake2b(f"{plan.digest} {signature} {problem or ''}".encode(), digest_size=16).digest()
 
 
-def _raise_difference(agreed: Agreed, signature: str, problem: str | None, mesh: Mesh, group: ProcessGroup) -> None:
+def _raise_difference(plan: VerifiedPlan, signature: str, problem: str | None, mesh: Mesh, group: ProcessGroup) -> None:
     """Raise the first problem, or the mismatch, with the same text on every rank."""
     # Descriptions are long, so ranks exchange them only after a digest mismatch.
-    mine = _Statement(problem, agreed.describe(), agreed.digest, signature)
-    statements: list[_Statement] = mesh.comm.gather_objects(mine, group, doing=_AGREEING)
+    mine = _Statement(problem, plan.describe(), plan.digest, signature)
+    statements: list[_Statement] = mesh.comm.gather_objects(mine, group, operation=_AGREEING)
     for rank, statement in enumerate(statements):
         if statement.problem is not None:
             raise ConfigError(f"context rank {rank}: {statement.problem}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from longctx.model.attention.core import AttentionCore
-from parallel.attention.core import ContextParallelAttention
-from parallel.attention.gated_delta import ContextParallelGatedDelta
-from parallel.attention.linear import ContextParallelLinearAttention
-from parallel.attention.plan import AttentionOptions, CoreOverRanks
+from parallel.attention.context_parallel_core import ContextParallelAttention
+from parallel.attention.context_parallel_gated_delta import ContextParallelGatedDelta
+from parallel.attention.context_parallel_linear import ContextParallelLinearAttention
+from parallel.attention.context_parallel_plan import ContextParallelOptions, CoreOverRanks
 from parallel.mesh import Mesh
 
 CORES: dict[str, type[CoreOverRanks]] = {
@@ -16,6 +16,6 @@ CORES: dict[str, type[CoreOverRanks]] = {
 }
 
 
-def build_cores(mesh: Mesh, layout: str, options: AttentionOptions) -> dict[str, AttentionCore]:
+def build_cores(mesh: Mesh, layout: str, options: ContextParallelOptions) -> dict[str, AttentionCore]:
     """Build all the mesh's cores, including those that the model does not use."""
     return {name: kind(mesh, layout, options) for name, kind in CORES.items()}

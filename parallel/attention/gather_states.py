@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
-from parallel.runtime.spans import DOING
+from parallel.runtime.activity import ACTIVITY
 from parallel.schedule.states import Open, StatePlan
 
 
@@ -24,21 +24,21 @@ class GatherStates:
 
     mesh: Mesh
     states: StatePlan
-    layer: int = field(default_factory=lambda: DOING.layer)
+    layer: int = field(default_factory=lambda: ACTIVITY.layer)
     """Layer for messages; stored because backward does not mark layers."""
 
-    def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
+    def carry(self, sent_sBKDW: Tensor) -> Callable[[], Tensor]:
         """Start gathering states; the result sums, per segment, its document's earlier ones (all others, if not
         causal).
         """
         return self._exchange(
-            given_sBKDW, self.states.given, self.states.taken, before=True, after=not self.states.causal
+            sent_sBKDW, self.states.given, self.states.taken, before=True, after=not self.states.causal
         )
 
-    def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
+    def carry_back(self, grad_received_sBKDW: Tensor) -> Callable[[], Tensor]:
         """Start gathering gradients; the result sums, per sent state, those from all segments that received it."""
         return self._exchange(
-            dtaken_sBKDW, self.states.taken, self.states.given, before=not self.states.causal, after=True
+            grad_received_sBKDW, self.states.taken, self.states.given, before=not self.states.causal, after=True
         )
 
     def _exchange(
@@ -51,13 +51,13 @@ class GatherStates:
         after: bool,
     ) -> Callable[[], Tensor]:
         """Start gathering the states that all ranks send; the result computes the sums that this rank needs."""
-        gathering = start_gather(
-            self.mesh, mine_sBKDW, sent, doing="gathering states of linear attention", layer=self.layer
+        pending = start_gather(
+            self.mesh, mine_sBKDW, sent, operation="gathering states of linear attention", layer=self.layer
         )
         own = wanted[self.mesh.context_rank]
 
         def finish() -> Tensor:
-            by_rank = gathering()
+            by_rank = pending()
             sums = by_rank.new_zeros(len(own), *by_rank.shape[2:])
             if before:
                 _add_running(sums, own, sent, by_rank, backwards=False)
@@ -69,17 +69,19 @@ class GatherStates:
 
 
 def start_gather(
-    mesh: Mesh, mine_s: Tensor, sent: Sequence[Sequence[Open]], *, doing: str, layer: int
+    mesh: Mesh, mine_s: Tensor, sent: Sequence[Sequence[Open]], *, operation: str, layer: int
 ) -> Callable[[], Tensor]:
     """Start gathering each rank's tensor [s, …], with one entry per sent segment, to [P, s, …]."""
     # An all-gather needs equal sizes, so pad every rank to the one that sends the most.
     slots = max(map(len, sent))
-    outgoing = torch.cat((mine_s, mine_s.new_zeros(slots - len(mine_s), *mine_s.shape[1:])))
+    send_buffer = torch.cat((mine_s, mine_s.new_zeros(slots - len(mine_s), *mine_s.shape[1:])))
     group = mesh.context_group
     assert group is not None
     # The ledger's checksum includes the padding, which is sent, too.
-    (gathering,) = mesh.comm.start_all_gather(outgoing, group=group, doing=doing, kind=Kind.STATES, layer=layer)
-    return lambda: gathering.wait()[0]
+    (pending,) = mesh.comm.start_all_gather(
+        send_buffer, group=group, operation=operation, kind=Kind.STATES, layer=layer
+    )
+    return lambda: pending.wait()[0]
 
 
 class _Source(NamedTuple):

@@ -18,93 +18,93 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from longctx.kernels.gated_delta.call import Carried
+from longctx.kernels.gated_delta.gated_delta_call import InitialStates
 from parallel.attention.gather_states import start_gather
 from parallel.mesh import Mesh
-from parallel.runtime.spans import DOING
+from parallel.runtime.activity import ACTIVITY
 from parallel.schedule.states import Open, StatePlan
 
 
 @dataclass(frozen=True)
 class JoinSegments:
-    """Exchange within a context group (``longctx.kernels.gated_delta.call.SegmentExchange``)."""
+    """Exchange within a context group (``longctx.kernels.gated_delta.gated_delta_call.SegmentExchange``)."""
 
     mesh: Mesh
     plan: StatePlan
-    carried: Carried | None = None
+    initial: InitialStates | None = None
     """State and tokens before the first token, if the layout has one document."""
-    layer: int = field(default_factory=lambda: DOING.layer)
+    layer: int = field(default_factory=lambda: ACTIVITY.layer)
     """Layer that created the exchange, for messages; stored because backward does not mark layers."""
-    unread: list[Callable[[], Tensor]] = field(default_factory=list)
+    pending_gathers: list[Callable[[], Tensor]] = field(default_factory=list)
     """Pending gathers from which this rank needs no result."""
 
     def states(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
         """Start gathering U and M from sending segments; the result computes the receiving segments' initial states."""
-        arriving = self._gather(pairs_sBHDW, self.plan.given)
+        pending = self._gather(pairs_sBHDW, self.plan.given)
         if not self._taken:
-            return self._leave(arriving, _states_of(pairs_sBHDW))
-        return lambda: self._compose(arriving(), self.plan.given, self._taken, sign=1)
+            return self._leave(pending, _states_of(pairs_sBHDW))
+        return lambda: self._compose(pending(), self.plan.given, self._taken, sign=1)
 
     def states_back(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
         """Start gathering U′ and Mᵀ from receiving segments; the result computes gradients for sent states."""
-        arriving = self._gather(pairs_sBHDW, self.plan.taken)
+        pending = self._gather(pairs_sBHDW, self.plan.taken)
         if not self._given:
-            return self._leave(arriving, _states_of(pairs_sBHDW))
-        return lambda: self._compose(arriving(), self.plan.taken, self._given, sign=-1)
+            return self._leave(pending, _states_of(pairs_sBHDW))
+        return lambda: self._compose(pending(), self.plan.taken, self._given, sign=-1)
 
-    def rows(self, tails_sBRKC: Tensor) -> Callable[[], Tensor]:
+    def rows(self, tail_sBRKC: Tensor) -> Callable[[], Tensor]:
         """Start gathering the sending segments' last tokens; the result holds those before each receiving segment."""
         # Post the gather even if this rank needs no result: an all-gather requires all ranks.
-        arriving = self._gather(tails_sBRKC, self.plan.given)
+        pending = self._gather(tail_sBRKC, self.plan.given)
         if not self._taken:
-            return self._leave(arriving, tails_sBRKC)
+            return self._leave(pending, tail_sBRKC)
 
         def finish() -> Tensor:
-            by_rank = arriving()
+            by_rank = pending()
             before = by_rank.new_zeros(len(self._taken), *by_rank.shape[2:])
-            reach = before.shape[2]
+            lookback = before.shape[2]
             # Fill from the right: rows_before returns the nearest segment first, and short segments need several
             # sources.
             for entry, x in zip(before, self._taken, strict=True):
-                missing = reach
-                for source, count, between in self.plan.rows_before(x, reach):
-                    missing = reach - between - count
-                    entry[:, missing : missing + count] = by_rank[source.rank, source.slot][:, reach - count :]
-                if self.carried is not None and missing:
-                    entry[:, :missing] = self.carried.before_sBRKC[0, :, reach - missing :]
+                missing = lookback
+                for source, count, between in self.plan.rows_before(x, lookback):
+                    missing = lookback - between - count
+                    entry[:, missing : missing + count] = by_rank[source.rank, source.slot][:, lookback - count :]
+                if self.initial is not None and missing:
+                    entry[:, :missing] = self.initial.conv_state_sBRKC[0, :, lookback - missing :]
             return before
 
         return finish
 
-    def rows_back(self, dbefore_sBRKC: Tensor) -> Callable[[], Tensor]:
+    def rows_back(self, grad_conv_state_sBRKC: Tensor) -> Callable[[], Tensor]:
         """Start gathering gradients for received rows; the result holds those for the tails that this rank sent."""
-        arriving = self._gather(dbefore_sBRKC, self.plan.taken)
+        pending = self._gather(grad_conv_state_sBRKC, self.plan.taken)
         if not self._given:
-            return self._leave(arriving, dbefore_sBRKC)
+            return self._leave(pending, grad_conv_state_sBRKC)
 
         def finish() -> Tensor:
-            by_rank = arriving()
+            by_rank = pending()
             dtails = by_rank.new_zeros(len(self._given), *by_rank.shape[2:])
-            reach = dtails.shape[2]
+            lookback = dtails.shape[2]
             # The transpose of `rows`: add each received row's gradient back to the tail that it was copied from.
             for rank, taken in enumerate(self.plan.taken):
                 for slot, x in enumerate(taken):
-                    for source, count, between in self.plan.rows_before(x, reach):
+                    for source, count, between in self.plan.rows_before(x, lookback):
                         if source.rank == self.mesh.context_rank:
-                            rows = slice(reach - between - count, reach - between)
-                            dtails[source.slot][:, reach - count :] += by_rank[rank, slot][:, rows]
+                            rows = slice(lookback - between - count, lookback - between)
+                            dtails[source.slot][:, lookback - count :] += by_rank[rank, slot][:, rows]
             return dtails
 
         return finish
 
-    def settle(self) -> None:
+    def wait_for_gathers(self) -> None:
         """Wait for gathers that this rank does not read; until then, other ranks may lag far behind."""
-        while self.unread:
-            self.unread.pop(0)()
+        while self.pending_gathers:
+            self.pending_gathers.pop(0)()
 
-    def _leave(self, arriving: Callable[[], Tensor], like_s: Tensor) -> Callable[[], Tensor]:
+    def _leave(self, pending: Callable[[], Tensor], like_s: Tensor) -> Callable[[], Tensor]:
         """Return an empty result at once: this rank needs no data, so it need not wait for others to compute."""
-        self.unread.append(arriving)
+        self.pending_gathers.append(pending)
         return lambda: like_s[:0]
 
     # Composition of affine maps. Each map S ↦ M·S + U is applied to the document's running state in sequence order (in
@@ -122,8 +122,8 @@ class JoinSegments:
         for document in {x.document for x in wanted}:
             sources = self.plan.sources(document, sent)[::sign]
             state = results.new_zeros(results.shape[1:])
-            if self.carried is not None:
-                state = self.carried.states_sBHDV[0]
+            if self.initial is not None:
+                state = self.initial.states_sBHDV[0]
             passed = 0
             own = [n for n, x in enumerate(wanted) if x.document == document]
             for n in sorted(own, key=lambda n: sign * wanted[n].start):
@@ -144,7 +144,9 @@ class JoinSegments:
         return self.plan.taken[self.mesh.context_rank]
 
     def _gather(self, mine_s: Tensor, sent: Sequence[Sequence[Open]]) -> Callable[[], Tensor]:
-        return start_gather(self.mesh, mine_s, sent, doing="joining segments of the gated delta rule", layer=self.layer)
+        return start_gather(
+            self.mesh, mine_s, sent, operation="joining segments of the gated delta rule", layer=self.layer
+        )
 
 
 def _states_of(pairs_sBHDW: Tensor) -> Tensor:

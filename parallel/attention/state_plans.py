@@ -14,13 +14,13 @@ from torch import Tensor
 
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
-from longctx.kernels.linear_attention import Segments
+from longctx.kernels.linear_attention import StateSegments
 from longctx.model.attention.core import AttentionShapes
 from longctx.model.attention.mask import AttentionMask
-from parallel.attention.agreement import agree, degree_problem
-from parallel.attention.cached import agree_on_chunk, chunk_problem
-from parallel.attention.plan import CoreOverRanks, build_layout, flattened, tokens_problem
-from parallel.layout.cached import ChunkPlacement
+from parallel.attention.agreement import degree_problem, verify_across_ranks
+from parallel.attention.cached_attention import chunk_problem, verify_chunk
+from parallel.attention.context_parallel_plan import CoreOverRanks, build_sequence_layout, flattened, tokens_problem
+from parallel.layout.cached_layout import ChunkPlacement
 from parallel.mesh import Mesh
 from parallel.schedule.states import Open, StatePlan
 
@@ -37,11 +37,11 @@ class StatesOfBatch:
     """Its layout places the batch's tokens; no row leaves its rank."""
     shapes: AttentionShapes
     """Shapes of this rank's shard; a flattened micro-batch counts as the one sequence that the layout covers."""
-    segments: Segments
+    segments: StateSegments
 
     @classmethod
-    def build(cls, states: StatePlan, mesh: Mesh, shapes: AttentionShapes, *, what: str) -> Self:
-        """Build the plan for these shapes and the layer kind ``what``. Collective.
+    def build(cls, states: StatePlan, mesh: Mesh, shapes: AttentionShapes, *, layer_kind: str) -> Self:
+        """Build the plan for these shapes and the layer kind ``layer_kind``. Collective.
 
         Raise ConfigError on every rank if one has a problem, ClusterError if ranks mismatch or one times out.
         """
@@ -50,7 +50,7 @@ class StatesOfBatch:
             num_local = states.layout.num_local(mesh.context_rank)
             shapes = flattened(shapes, num_local)
             problem = tokens_problem(shapes, num_local, mesh)
-        agree(states, mesh, _told(what, shapes), problem)
+        verify_across_ranks(states, mesh, _signature(layer_kind, shapes), problem)
         return cls(mesh, states, shapes, states.segments(mesh.context_rank))
 
 
@@ -62,12 +62,14 @@ class StatesOfChunk:
     states: StatePlan | None
     """None if every rank has all chunk tokens, so that no state is sent."""
     shapes: AttentionShapes
-    segments: Segments
+    segments: StateSegments
     num_tokens: int
     """Tokens in the chunk, on all ranks."""
 
     @classmethod
-    def build(cls, mask: AttentionMask, shapes: AttentionShapes, placement: object, mesh: Mesh, *, what: str) -> Self:
+    def build(
+        cls, mask: AttentionMask, shapes: AttentionShapes, placement: object, mesh: Mesh, *, layer_kind: str
+    ) -> Self:
         """Build a chunk's plan. Collective, except for single tokens.
 
         Raise ConfigError on every rank if one has a problem, ClusterError if ranks mismatch or one times out.
@@ -82,7 +84,7 @@ class StatesOfChunk:
             except ConfigError as error:
                 problem = str(error)
         # Collective even after an error, so that all ranks raise it instead of waiting.
-        agree_on_chunk(placement, mesh, _told(what, shapes), problem)
+        verify_chunk(placement, mesh, _signature(layer_kind, shapes), problem)
         assert plan is not None, "a problem that the ranks did not tell each other"
         return plan
 
@@ -95,7 +97,7 @@ class CoreOfStates(CoreOverRanks):
     exchanging rows for heads would only add communication.
     """
 
-    what: ClassVar[str]
+    layer_kind: ClassVar[str]
     """Layer kind, for comparison and error messages."""
     why_not_striped: ClassVar[str]
     """Reason in an error message: in a striped layout every token would be its own segment."""
@@ -114,10 +116,10 @@ class CoreOfStates(CoreOverRanks):
     ) -> StatesOfBatch | StatesOfChunk:
         """Build the states plan for the mask's documents or a cached chunk, and compare it over ranks. Collective."""
         if shapes.cached_tokens is not None:
-            return StatesOfChunk.build(mask, shapes, placement, self.mesh, what=self.what)
-        layout = placement or build_layout(self.layout, self.mesh, mask)
+            return StatesOfChunk.build(mask, shapes, placement, self.mesh, layer_kind=self.layer_kind)
+        layout = placement or build_sequence_layout(self.layout, self.mesh, mask)
         states = StatePlan.build(layout, mask.documents, causal=mask.causal)
-        return StatesOfBatch.build(states, self.mesh, shapes, what=self.what)
+        return StatesOfBatch.build(states, self.mesh, shapes, layer_kind=self.layer_kind)
 
 
 def no_backward(_: Tensor) -> Callable[[], Tensor]:
@@ -125,24 +127,24 @@ def no_backward(_: Tensor) -> Callable[[], Tensor]:
     raise NotImplementedError("attention over a cache has no backward pass")
 
 
-def _told(what: str, shapes: AttentionShapes) -> str:
+def _signature(layer_kind: str, shapes: AttentionShapes) -> str:
     """Return the text that ranks compare, and show on a mismatch."""
     heads = f"{shapes.num_heads}/{shapes.num_kv_heads} heads of {shapes.head_dim} (values {shapes.value_dim})"
-    return f"{what}, {shapes.batch} × {heads}, {shapes.dtype}"
+    return f"{layer_kind}, {shapes.batch} × {heads}, {shapes.dtype}"
 
 
-def _of_chunk(placement: ChunkPlacement, mesh: Mesh) -> tuple[StatePlan | None, Segments]:
+def _of_chunk(placement: ChunkPlacement, mesh: Mesh) -> tuple[StatePlan | None, StateSegments]:
     """Return a chunk's states and this rank's segments. Raise ConfigError if the layout assigns single tokens.
 
     Every segment sends and receives: the first receives the cached state, and the last one's result becomes the new
     cached state.
     """
     if placement.layout is None:
-        takes: tuple[int, ...] = ()
+        received_segments: tuple[int, ...] = ()
         # Before the first token there is no state.
-        if placement.earlier.num_tokens:
-            takes = (0,)
-        return None, Segments(PackedDocuments.of([0, placement.num_tokens]), takes=takes, gives=(0,))
+        if placement.prefix.num_tokens:
+            received_segments = (0,)
+        return None, StateSegments(PackedDocuments.of([0, placement.num_tokens]), received=received_segments, sent=(0,))
     # A chunk is one document, so every segment contributes to the state after it.
     states = StatePlan.build(placement.layout)
     every = tuple(tuple(_every_segment(states, rank)) for rank in range(mesh.context))
@@ -150,7 +152,7 @@ def _of_chunk(placement: ChunkPlacement, mesh: Mesh) -> tuple[StatePlan | None, 
     end = Open(document=0, start=placement.num_tokens, segment=-1)
     wanted = tuple((*of_rank, end) for of_rank in every)
     own = tuple(x.segment for x in every[mesh.context_rank])
-    segments = Segments(PackedDocuments.of(states.ends[mesh.context_rank]), takes=own, gives=own)
+    segments = StateSegments(PackedDocuments.of(states.ends[mesh.context_rank]), received=own, sent=own)
     return replace(states, given=every, taken=wanted), segments
 
 

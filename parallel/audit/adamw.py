@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.audit.copies import Copied, take_apart
-from parallel.audit.sample import UPDATE, Place, Sample
+from parallel.audit.call_sample import UPDATE, CallSample, Place
+from parallel.audit.tensor_copies import Copied, extract_tensors
 from parallel.zero.optimizer import AdamW
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -25,13 +25,13 @@ _TENSORS = 7
 class UpdateCapture:
     """Context manager that copies one range from an optimizer update, before and after it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, chance: Random, limit_bytes: int) -> None:
-        """Choose the range with ``chance``; copies use at most ``limit_bytes``."""
-        self._optimizer, self._chance, self._limit = optimizer, chance, limit_bytes
+    def __init__(self, optimizer: torch.optim.Optimizer, rng: Random, limit_bytes: int) -> None:
+        """Choose the range with ``rng``; copies use at most ``limit_bytes``."""
+        self._optimizer, self._rng, self._limit = optimizer, rng, limit_bytes
         self._seen = 0
-        self._drawn: tuple[Tensor, slice, dict[str, Any], list[Copied]] | None = None
+        self._sampled: tuple[Tensor, slice, dict[str, Any], list[Copied]] | None = None
         """Weights, range, options, and copies of weight, gradient, moments and step."""
-        self.sample: Sample | None = None
+        self.sample: CallSample | None = None
         self.master: Tensor | None = None
         """Sampled tensor, whose name is resolved later."""
         self.start = 0
@@ -50,18 +50,18 @@ class UpdateCapture:
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # Stage 3 calls the optimizer once per sub-group: reservoir sampling with one slot, all equally likely.
-        self._drawn = None
+        self._sampled = None
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is None or not p.numel():
                     continue
                 self._seen += 1
-                if self._chance.random() * self._seen < 1:
+                if self._rng.random() * self._seen < 1:
                     self._draw(optimizer, group, p)
 
     def _draw(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> None:
         count = min(p.numel(), max(1, self._limit // (_TENSORS * p.element_size())))
-        start = self._chance.randrange(p.numel() - count + 1)
+        start = self._rng.randrange(p.numel() - count + 1)
         part, state = slice(start, start + count), optimizer.state.get(p) or {}
         # Moments exist only after the first step; AdamW starts from zeros.
         moments = [state.get(name, torch.zeros_like(p)) for name in _MOMENTS]
@@ -72,22 +72,22 @@ class UpdateCapture:
         # A copy: AdamW increments it in place.
         tensors.append(torch.as_tensor(step))
         options = {name: group.get(name) for name in _OPTIONS}
-        self._drawn = (p, part, options, [Copied.of(x) for x in tensors])
+        self._sampled = (p, part, options, [Copied.of(x) for x in tensors])
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # Another sub-group's update, or an empty one.
-        if self._drawn is None:
+        if self._sampled is None:
             return
-        (p, part, options, inputs), self._drawn = self._drawn, None
+        (p, part, options, inputs), self._sampled = self._sampled, None
         state = optimizer.state[p]
         after = [p] + [state[name] for name in _MOMENTS]
         results = [x.detach().reshape(-1)[part].clone() for x in after]
         # Every argument is a tensor; only their number matters.
-        args = take_apart([torch.empty(0)] * len(inputs), [])
+        args = extract_tensors([torch.empty(0)] * len(inputs), [])
         place = Place("update", f"AdamW of {part.stop - part.start} values", "", None, "")
         # The engine resolves the name of the weights in this range later.
         self.master, self.start = p, part.start
-        self.sample = Sample(op=UPDATE, args=args, kwargs=options, inputs=inputs, outputs=results, place=place)
+        self.sample = CallSample(op=UPDATE, args=args, kwargs=options, inputs=inputs, outputs=results, place=place)
 
 
 def updated(
@@ -136,7 +136,7 @@ def _numbers(count: int, seed: int, device: torch.device) -> Tensor:
     """Return fixed numbers in many magnitudes, equal on every machine: random integers, scaled exactly by powers of
     two.
     """
-    drawn = torch.Generator().manual_seed(seed)
-    wholes = torch.randint(-(1 << 20), 1 << 20, (count,), generator=drawn)
-    powers = torch.randint(18, 26, (count,), generator=drawn)
+    generator = torch.Generator().manual_seed(seed)
+    wholes = torch.randint(-(1 << 20), 1 << 20, (count,), generator=generator)
+    powers = torch.randint(18, 26, (count,), generator=generator)
     return torch.ldexp(wholes.float(), -powers).to(device)

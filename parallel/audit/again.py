@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from parallel.audit.adamw import updated
-from parallel.audit.sample import UPDATE, Sample
+from parallel.audit.call_sample import UPDATE, CallSample
 
 
-def compute_again(sample: Sample, device: torch.device) -> list[Tensor]:
+def compute_again(sample: CallSample, device: torch.device) -> list[Tensor]:
     """Recompute the sample's call on this rank, and return its results."""
     # New memory each time: a call may write to its arguments.
     args, kwargs = sample.call(device)
     # The original call was captured below autograd.
     with torch.no_grad():
         if sample.op == UPDATE:
-            return flat(updated(*args, **kwargs))
-        return flat(operator(sample.op)(*args, **kwargs))
+            return flat_copies(updated(*args, **kwargs))
+        return flat_copies(operator(sample.op)(*args, **kwargs))
 
 
 def operator(name: str) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ def name_of(function: Any) -> str:
     return f"{function._schema.name}.{function._overloadname}"
 
 
-def flat(results: Any) -> list[Tensor]:
+def flat_copies(results: Any) -> list[Tensor]:
     """Return flat copies of all tensors in a result."""
     return [x.detach().clone(memory_format=torch.contiguous_format).flatten() for x in tensors_in(results)]
 

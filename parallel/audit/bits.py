@@ -19,7 +19,7 @@ _UPDATE_ROUNDINGS = 32
 _MANTISSA_BITS = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 
-class Difference(NamedTuple):
+class BitDifference(NamedTuple):
     """Difference between two results."""
 
     values: int
@@ -47,36 +47,36 @@ class Difference(NamedTuple):
         )
 
 
-def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Difference | None:
+def difference(ours: Sequence[Tensor], others: Sequence[Tensor]) -> BitDifference | None:
     """Compare flat tensors with others of equal shape and dtype; return None if all bits are equal."""
-    assert [(x.shape, x.dtype) for x in ours] == [(x.shape, x.dtype) for x in theirs]
-    found: Difference | None = None
+    assert [(x.shape, x.dtype) for x in ours] == [(x.shape, x.dtype) for x in others]
+    found: BitDifference | None = None
     total = sum(x.numel() for x in ours)
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(ours, others, strict=True):
         if not a.numel():
             continue
         # As integers: NaN then equals itself, and −0 differs from 0.
         flipped = _words(a) ^ _words(b)
         # Usually no bit differs over millions of values: detail only the mismatched ones.
-        places = np.flatnonzero(flipped)
-        if not len(places):
+        indices = np.flatnonzero(flipped)
+        if not len(indices):
             continue
         positions = _positions(int(np.bitwise_or.reduce(flipped)))
-        first = int(places[0])
-        here = Difference(
-            len(places), total, positions, _parts(positions, a.dtype), (_value(a, first), _value(b, first))
+        first = int(indices[0])
+        current = BitDifference(
+            len(indices), total, positions, _parts(positions, a.dtype), (_value(a, first), _value(b, first))
         )
         if found is not None:
-            here = found._replace(
-                values=found.values + here.values,
-                bits=tuple(sorted(set(found.bits + here.bits))),
-                parts=tuple(dict.fromkeys(found.parts + here.parts)),
+            current = found._replace(
+                values=found.values + current.values,
+                bits=tuple(sorted(set(found.bits + current.bits))),
+                parts=tuple(dict.fromkeys(found.parts + current.parts)),
             )
-        found = here
+        found = current
     return found
 
 
-def outside(a_nK: Tensor, b_Km: Tensor, found_nm: Tensor, other_nm: Tensor) -> Difference | None:
+def matmul_difference(a_nK: Tensor, b_Km: Tensor, found_nm: Tensor, other_nm: Tensor) -> BitDifference | None:
     """Compare two matmuls of a and b beyond rounding; return None if they are within the bound.
 
     A dot product over K terms, summed in any order with unit roundoff u, has an error of at most γ·Σ|a·b| with γ = K·u
@@ -92,10 +92,10 @@ def outside(a_nK: Tensor, b_Km: Tensor, found_nm: Tensor, other_nm: Tensor) -> D
     rounding = torch.finfo(found_nm.dtype).eps / 2
     largest = torch.maximum(found.abs(), other.abs())
     bound_nm = 2 * (gamma * sizes_nm + rounding * largest) + torch.finfo(found_nm.dtype).tiny
-    return _beyond(bound_nm, found_nm, other_nm)
+    return _too_long(bound_nm, found_nm, other_nm)
 
 
-def outside_update(before: Tensor, found: Tensor, other: Tensor) -> Difference | None:
+def update_difference(before: Tensor, found: Tensor, other: Tensor) -> BitDifference | None:
     """Compare two AdamW results for one tensor beyond rounding; return None if they are within the bound.
 
     ``before`` is the tensor before the step. AdamW computes sums of products: each rounding is relative to the larger
@@ -104,20 +104,20 @@ def outside_update(before: Tensor, found: Tensor, other: Tensor) -> Difference |
     u = torch.finfo(found.dtype).eps / 2
     sizes = torch.maximum(before.abs(), torch.maximum(found.abs(), other.abs())).double()
     change = torch.maximum((found - before).abs(), (other - before).abs()).double()
-    return _beyond(_UPDATE_ROUNDINGS * u * (sizes + change) + torch.finfo(found.dtype).tiny, found, other)
+    return _too_long(_UPDATE_ROUNDINGS * u * (sizes + change) + torch.finfo(found.dtype).tiny, found, other)
 
 
-def _beyond(bound: Tensor, found: Tensor, other: Tensor) -> Difference | None:
+def _too_long(bound: Tensor, found: Tensor, other: Tensor) -> BitDifference | None:
     """Return the difference between values that are further apart than ``bound``; None if all are within it."""
     # Comparisons with NaN are False, so a NaN in only one result counts as outside.
     is_inside = (found.double() - other.double()).abs() <= bound
     is_inside |= (found == other) | (found.isnan() & other.isnan())
     if bool(is_inside.all()):
         return None
-    outside = ~is_inside
-    differing = difference([found[outside].flatten()], [other[outside].flatten()])
-    assert differing is not None
-    return differing._replace(total=found.numel())
+    exceeds = ~is_inside
+    result = difference([found[exceeds].flatten()], [other[exceeds].flatten()])
+    assert result is not None
+    return result._replace(total=found.numel())
 
 
 def digest(tensors: Sequence[Tensor]) -> str:

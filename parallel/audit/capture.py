@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.audit.again import flat, name_of, tensors_in
-from parallel.audit.copies import Copied, Layout, take_apart
-from parallel.audit.sample import Kind, Place, Sample
-from parallel.audit.tiles import sample_of_large
-from parallel.runtime.spans import DOING
+from parallel.audit.again import flat_copies, name_of, tensors_in
+from parallel.audit.call_sample import CallSample, Kind, Place
+from parallel.audit.matmul_tiles import sample_of_large
+from parallel.audit.tensor_copies import Copied, MemoryLayout, extract_tensors
+from parallel.runtime.activity import ACTIVITY
 
-_ATEN_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv")
+_ATEN_MATMUL = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv")
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 OPERATORS: dict[Kind, frozenset[str]] = {
-    "product": frozenset({f"aten::{name}" for name in _ATEN_PRODUCTS} | {"longctx::multiply"}),
+    "product": frozenset({f"aten::{name}" for name in _ATEN_MATMUL} | {"longctx::multiply"}),
     # Local attention is one custom operator; in a ring the kernel calls PyTorch's. CUDA's backward kernels are
     # excluded: most add blocks in completion order, with different bits each time.
     "attention": frozenset({"longctx::attention_forward", _CPU_ATTENTION, f"{_CPU_ATTENTION}_backward"}),
@@ -54,30 +54,30 @@ class Capture(TorchDispatchMode):
     """Dispatch mode that copies ``count`` calls of some operators, all calls equally likely."""
 
     def __init__(
-        self, kind: Kind, operators: frozenset[str], chance: Random, *, count: int, limit_bytes: int, name_of: NameOf
+        self, kind: Kind, operators: frozenset[str], rng: Random, *, count: int, limit_bytes: int, name_of: NameOf
     ) -> None:
-        """Sample calls with ``chance``; the copies for each use at most ``limit_bytes``."""
+        """Sample calls with ``rng``; the copies for each use at most ``limit_bytes``."""
         super().__init__()
         # Plain functions, not bound methods: copies must be freed with this object, without a reference cycle.
-        self._answer: Any = Capture._look
+        self._answer: Any = Capture._dispatch
         if "torch._dynamo" in sys.modules:
-            self._answer = torch.compiler.disable(Capture._look)
-        self._places: list[Sample | None] = [None] * count
+            self._answer = torch.compiler.disable(Capture._dispatch)
+        self._slots: list[CallSample | None] = [None] * count
         self.seen = 0
         """Calls eligible so far."""
         self._kind: Kind = kind
-        self._operators, self._chance, self._limit, self._name_of = operators, chance, limit_bytes, name_of
+        self._operators, self._rng, self._limit, self._name_of = operators, rng, limit_bytes, name_of
         self._copies: dict[int, int] = {}
         """From a converted copy's address to its source's: a weight may be multiplied in another dtype."""
         self._node, self._addresses = None, ()
         """Autograd node and operand addresses of the last call."""
-        self._unnamed: tuple[Any, int] | None = None
+        self._pending_name: tuple[Any, int] | None = None
         """Node whose next call will name a sample, and that sample's slot."""
 
     @property
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[CallSample]:
         """Copied calls."""
-        return [sample for sample in self._places if sample is not None]
+        return [sample for sample in self._slots if sample is not None]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -94,7 +94,7 @@ class Capture(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._answer(self, func, args, kwargs or {})
 
-    def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name
         if name not in self._operators:
             result = func(*args, **kwargs)
@@ -107,17 +107,17 @@ class Capture(TorchDispatchMode):
     def _watch(self, func: Any, args: Any, kwargs: Any) -> Any:
         operands = list(tensors_in((args, kwargs)))
         node, addresses = torch._C._current_autograd_node(), tuple(x.data_ptr() for x in operands)
-        if self._unnamed is not None and self._unnamed[0] == node:
-            self._name(self._unnamed[1], addresses)
+        if self._pending_name is not None and self._pending_name[0] == node:
+            self._name(self._pending_name[1], addresses)
         self.seen += 1
         # Reservoir sampling (Vitter 1985, algorithm R): the n-th call takes one of k slots with probability k/n, so
         # that all calls are equally likely although their number is unknown. Of n calls about k·(1 + ln n/k) are
         # copied.
-        drawn = self.seen - 1
-        if drawn >= len(self._places):
-            drawn = self._chance.randrange(self.seen)
-        if drawn < len(self._places):
-            result = self._take(drawn, func, args, kwargs, operands, addresses, node)
+        slot = self.seen - 1
+        if slot >= len(self._slots):
+            slot = self._rng.randrange(self.seen)
+        if slot < len(self._slots):
+            result = self._take(slot, func, args, kwargs, operands, addresses, node)
         else:
             result = func(*args, **kwargs)
         self._node, self._addresses = node, addresses
@@ -125,9 +125,9 @@ class Capture(TorchDispatchMode):
 
     def _name(self, number: int, addresses: Sequence[int]) -> None:
         """Name the sample in this slot by the weight among these operands."""
-        sample, self._unnamed = self._places[number], None
+        sample, self._pending_name = self._slots[number], None
         if sample is not None:
-            self._places[number] = replace(sample, place=sample.place._replace(weight=self._weight(addresses)))
+            self._slots[number] = replace(sample, place=sample.place._replace(weight=self._weight(addresses)))
 
     def _take(
         self,
@@ -139,35 +139,33 @@ class Capture(TorchDispatchMode):
         addresses: tuple[int, ...],
         node: Any,
     ) -> Any:
-        self._places[number] = None  # release the previous sample's memory first
+        self._slots[number] = None  # release the previous sample's memory first
         weight = self._weight(addresses)
-        if self._unnamed is not None and self._unnamed[1] == number:
-            self._unnamed = None
+        if self._pending_name is not None and self._pending_name[1] == number:
+            self._pending_name = None
         if not weight and node is not None:
             # A weight gradient is a matmul between two activations. The same node's other matmul reads the weight: it
             # came immediately before, or comes next.
             if node == self._node:
                 weight = self._weight(self._addresses)
             else:
-                self._unnamed = (node, number)
+                self._pending_name = (node, number)
         place = self._place(func, operands, node, weight)
         copied = None
         # Before the call, which may write to its inputs. Use the span: a part of a larger tensor keeps the gaps between
         # its rows when rebuilt.
-        if sum(Layout.of(x).span_bytes for x in operands) <= self._limit:
+        if sum(MemoryLayout.of(x).span_bytes for x in operands) <= self._limit:
             copied = [Copied.of(x) for x in operands]
         result = func(*args, **kwargs)
         # The result's size is known only now; drop the copies if the call is too large.
         num_bytes = sum(x.numel() * x.element_size() for x in (*operands, *tensors_in(result)))
         if copied is None or num_bytes > self._limit:
-            self._places[number] = sample_of_large(
-                func, args, kwargs, result, place, chance=self._chance, limit=self._limit
-            )
+            self._slots[number] = sample_of_large(func, args, kwargs, result, place, rng=self._rng, limit=self._limit)
             return result
         tensors: list[Tensor] = []
-        slots = take_apart([list(args), dict(kwargs)], tensors)
-        self._places[number] = Sample(
-            op=name_of(func), args=slots[0], kwargs=slots[1], inputs=copied, outputs=flat(result), place=place
+        slots = extract_tensors([list(args), dict(kwargs)], tensors)
+        self._slots[number] = CallSample(
+            op=name_of(func), args=slots[0], kwargs=slots[1], inputs=copied, outputs=flat_copies(result), place=place
         )
         return result
 
@@ -176,8 +174,8 @@ class Capture(TorchDispatchMode):
         phase, layer = "forward", None
         if node is not None:
             phase = "backward"
-        if DOING.layer >= 0:
-            layer = DOING.layer
+        if ACTIVITY.layer >= 0:
+            layer = ACTIVITY.layer
         shapes = " and ".join(str(list(x.shape)) for x in operands[:3])
         dtype = str(operands[0].dtype).removeprefix("torch.")
         return Place(self._kind, f"{func._schema.name} of {shapes}, {dtype}", phase, layer, weight)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError
-from parallel.runtime.spans import DOING
+from parallel.runtime.activity import ACTIVITY
 
 T = TypeVar("T")
 
@@ -17,14 +17,14 @@ _SHOWN = 8
 """Maximum number of ranks listed in a message."""
 
 
-def named_collective(action: Callable[[], T], doing: str, ranks: Sequence[int] = ()) -> T:
+def named_collective(action: Callable[[], T], operation: str, ranks: Sequence[int] = ()) -> T:
     """Return the result of ``action``; if communication fails, raise ClusterError that names this rank's operation.
 
-    ``ranks`` are the ranks involved, unless ``doing`` names them.
+    ``ranks`` are the ranks involved, unless ``operation`` names them.
     """
     # ``spans.waiting``, inlined because this runs in each hop of each layer.
-    before, DOING.wait = DOING.wait, doing
-    DOING.count += 1
+    before, ACTIVITY.wait = ACTIVITY.wait, operation
+    ACTIVITY.count += 1
     try:
         return action()
     except RuntimeError as error:
@@ -33,12 +33,12 @@ def named_collective(action: Callable[[], T], doing: str, ranks: Sequence[int] =
             raise
         # gloo and NCCL errors name neither the data nor the peer; their first line is the cause.
         raise ClusterError(
-            f"rank {dist.get_rank()} {doing}{_among(ranks)} ({DOING.place()}): {str(error).splitlines()[0]}\n"
+            f"rank {dist.get_rank()} {operation}{_among(ranks)} ({ACTIVITY.place()}): {str(error).splitlines()[0]}\n"
             "A rank that it works with died or did not answer in time (run.timeout_seconds); its own log says why."
         ) from error
     finally:
-        DOING.wait = before
-        DOING.count += 1
+        ACTIVITY.wait = before
+        ACTIVITY.count += 1
 
 
 def _among(ranks: Sequence[int]) -> str:

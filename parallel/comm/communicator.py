@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel.comm.collective import named_collective
-from parallel.comm.groups import members
 from parallel.comm.messages.kinds import Kind
 from parallel.comm.messages.ledger import Arrival, Ledger
+from parallel.comm.process_groups import members
 
 _MOST_TENSORS = 4
 """Maximum tensors per message between two ranks."""
 
 
 @dataclass
-class Pending:
+class PendingTensors:
     """Tensors in flight between ranks."""
 
     received: tuple[Tensor, ...] = ()
@@ -35,9 +35,9 @@ class Pending:
     sent: tuple[Tensor, ...] = ()
     """Send buffers, kept alive until the transfer completes."""
     works: Sequence[dist.Work] = ()
-    doing: str = ""
+    operation: str = ""
     ranks: Sequence[int] = ()
-    """Participating ranks, unless ``doing`` names them."""
+    """Participating ranks, unless ``operation`` names them."""
     arrival: Arrival | None = None
     """Records received messages; None if messages are not verified, or no message is expected."""
     messages: Sequence[Sequence[Tensor]] = ()
@@ -45,7 +45,7 @@ class Pending:
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait, and return the received tensors. Raise ClusterError if a rank died or timed out."""
-        named_collective(self._wait, self.doing, self.ranks)
+        named_collective(self._wait, self.operation, self.ranks)
         self.sent = ()
         if self.arrival is not None:
             self.arrival.note(self.messages)
@@ -60,7 +60,7 @@ class Communicator:
     """A training step's collectives. On failure they raise ClusterError, which names the operation."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
-        """With a ``ledger``, record checksums for every message that has a kind."""
+        """Record checksums in ``ledger``, if given, for every message that has a kind."""
         self.ledger = ledger
 
     def send_recv(
@@ -69,10 +69,10 @@ class Communicator:
         received: Mapping[int, Sequence[Tensor]],
         group: ProcessGroup,
         *,
-        doing: str,
+        operation: str,
         kind: Kind | None = None,
         hop: int = -1,
-    ) -> Pending:
+    ) -> PendingTensors:
         """Start sending tensors to ranks, and receiving into buffers from ranks."""
         # One batch: NCCL requires sends and receives between two peers to be grouped, or each side blocks on the
         # other's receive.
@@ -83,10 +83,12 @@ class Communicator:
             for rank, tensors in by_rank.items():
                 ops += [dist.P2POp(op, x, rank, group, tag + n) for n, x in enumerate(tensors)]
         if not ops:
-            return Pending()
-        works = named_collective(lambda: dist.batch_isend_irecv(ops), doing)
-        leaving, arriving = ([x for tensors in by_rank.values() for x in tensors] for by_rank in (sent, received))
-        pending = Pending(tuple(arriving), tuple(leaving), works, doing)
+            return PendingTensors()
+        works = named_collective(lambda: dist.batch_isend_irecv(ops), operation)
+        send_buffers, receive_buffers = (
+            [x for tensors in by_rank.values() for x in tensors] for by_rank in (sent, received)
+        )
+        pending = PendingTensors(tuple(receive_buffers), tuple(send_buffers), works, operation)
         if self.ledger is not None and kind is not None:
             # After the start, so that the transfer overlaps with the checksum.
             pending.arrival = self.ledger.post(kind, sent, list(received), hop=hop)
@@ -94,25 +96,25 @@ class Communicator:
         return pending
 
     def all_gather(
-        self, x: Tensor, group: ProcessGroup, *, doing: str, kind: Kind | None = None, out: Tensor | None = None
+        self, x: Tensor, group: ProcessGroup, *, operation: str, kind: Kind | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Gather equally shaped tensors from all ranks: [ranks, …], in group order, into ``out`` if given."""
-        (pending,) = self.start_all_gather(x, group=group, doing=doing, kind=kind, out=out, is_async=False)
+        (pending,) = self.start_all_gather(x, group=group, operation=operation, kind=kind, out=out, is_async=False)
         return pending.wait()[0]
 
     def start_all_gather(
         self,
         *tensors: Tensor,
         group: ProcessGroup,
-        doing: str,
+        operation: str,
         kind: Kind | None = None,
         layer: int = -1,
         out: Tensor | None = None,
         is_async: bool = True,
-    ) -> tuple[Pending, ...]:
+    ) -> tuple[PendingTensors, ...]:
         """Start gathering tensors from every rank, each equally shaped on all ranks: [ranks, …], in group order.
 
-        Each has its own ``Pending``, to be waited on in order; the ledger counts them as one message.
+        Each has its own ``PendingTensors``, to be waited on in order; the ledger counts them as one message.
         """
         ranks, started = members(group), []
         tensors = tuple(x.contiguous() for x in tensors)
@@ -120,7 +122,7 @@ class Communicator:
             gathered = x.new_empty(len(ranks.ranks), *x.shape) if out is None else out
             # The collective concatenates ranks in a flat buffer.
             start = partial(dist.all_gather_into_tensor, gathered.view(-1), x.view(-1), group, async_op=is_async)
-            started.append(_started(start, gathered, x, doing, ranks.ranks))
+            started.append(_started(start, gathered, x, operation, ranks.ranks))
         if self.ledger is not None and kind is not None:
             # After the last start, so that all transfers overlap with the checksums.
             started[-1].arrival = self.ledger.post_same(kind, tensors, ranks.others, layer=layer)
@@ -133,13 +135,15 @@ class Communicator:
         sent: Tensor,
         group: ProcessGroup,
         *,
-        doing: str,
+        operation: str,
         counts: tuple[Sequence[int], Sequence[int]] | None = None,
         kind: Kind | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Run ``start_all_to_all`` and wait; return the received tensor (``out`` if given)."""
-        pending = self.start_all_to_all(sent, group, doing=doing, counts=counts, kind=kind, out=out, is_async=False)
+        pending = self.start_all_to_all(
+            sent, group, operation=operation, counts=counts, kind=kind, out=out, is_async=False
+        )
         return pending.wait()[0]
 
     def start_all_to_all(
@@ -147,13 +151,13 @@ class Communicator:
         sent: Tensor,
         group: ProcessGroup,
         *,
-        doing: str,
+        operation: str,
         counts: tuple[Sequence[int], Sequence[int]] | None = None,
         kind: Kind | None = None,
         layer: int = -1,
         out: Tensor | None = None,
         is_async: bool = True,
-    ) -> Pending:
+    ) -> PendingTensors:
         """Start sending each rank its part of ``sent``, and receiving this rank's part from each, in group order.
 
         Parts are rows: ``counts`` holds the row counts sent to each rank and received from each; without it all are
@@ -165,56 +169,58 @@ class Communicator:
             rows = sum(to_receive) if counts else len(sent)
             received = sent.new_empty(rows, *sent.shape[1:])
         start = partial(dist.all_to_all_single, received, sent, to_receive, to_send, group, async_op=is_async)
-        pending = _started(start, received, sent, doing, ranks.ranks)
+        pending = _started(start, received, sent, operation, ranks.ranks)
         if self.ledger is not None and kind is not None:
             if counts is None:
                 to_send = to_receive = [len(sent) // len(ranks.ranks)] * len(ranks.ranks)
             # The collective copies this rank's own part locally, so it is not a message.
-            leaving = zip(ranks.others, ranks.of_others(sent.split(to_send)), strict=True)
-            by_rank = {receiver: [part] for receiver, part in leaving}
+            remote_parts = zip(ranks.others, ranks.of_others(sent.split(to_send)), strict=True)
+            by_rank = {receiver: [part] for receiver, part in remote_parts}
             pending.arrival = self.ledger.post(kind, by_rank, ranks.others, layer=layer)
             pending.messages = [[part] for part in ranks.of_others(received.split(to_receive))]
         return pending
 
-    def all_reduce(self, x: Tensor, group: ProcessGroup, *, doing: str, largest: bool = False) -> Tensor:
+    def all_reduce(self, x: Tensor, group: ProcessGroup, *, operation: str, largest: bool = False) -> Tensor:
         """Sum ``x`` over the ranks, or take the elementwise maximum, in place; return it."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        named_collective(lambda: dist.all_reduce(x, op, group), doing, members(group).ranks)
+        named_collective(lambda: dist.all_reduce(x, op, group), operation, members(group).ranks)
         return x
 
-    def broadcast(self, x: Tensor, source: int, group: ProcessGroup, *, doing: str) -> Tensor:
+    def broadcast(self, x: Tensor, source: int, group: ProcessGroup, *, operation: str) -> Tensor:
         """Overwrite ``x`` with the tensor from rank ``source``, in place; return it."""
-        named_collective(lambda: dist.broadcast(x, source, group), doing, members(group).ranks)
+        named_collective(lambda: dist.broadcast(x, source, group), operation, members(group).ranks)
         return x
 
-    def gather(self, x: Tensor, group: ProcessGroup, *, doing: str) -> list[Tensor] | None:
+    def gather(self, x: Tensor, group: ProcessGroup, *, operation: str) -> list[Tensor] | None:
         """Gather equally shaped tensors on the group's first rank; return None on the others."""
         ranks, parts = members(group), None
         if ranks.own == 0:
             parts = [torch.empty_like(x) for _ in ranks.ranks]
-        named_collective(lambda: dist.gather(x, parts, ranks.ranks[0], group), doing, ranks.ranks)
+        named_collective(lambda: dist.gather(x, parts, ranks.ranks[0], group), operation, ranks.ranks)
         return parts
 
-    def broadcast_object(self, value: Any, source: int, group: ProcessGroup, *, doing: str) -> Any:
+    def broadcast_object(self, value: Any, source: int, group: ProcessGroup, *, operation: str) -> Any:
         """Return the value from rank ``source``."""
         holder = [value]
-        named_collective(lambda: dist.broadcast_object_list(holder, source, group), doing, members(group).ranks)
+        named_collective(lambda: dist.broadcast_object_list(holder, source, group), operation, members(group).ranks)
         return holder[0]
 
-    def gather_objects(self, value: Any, group: ProcessGroup, *, doing: str) -> list[Any]:
+    def gather_objects(self, value: Any, group: ProcessGroup, *, operation: str) -> list[Any]:
         """Return every rank's value, in group order."""
         ranks = members(group).ranks
         values: list[Any] = [None] * len(ranks)
-        named_collective(lambda: dist.all_gather_object(values, value, group), doing, ranks)
+        named_collective(lambda: dist.all_gather_object(values, value, group), operation, ranks)
         return values
 
 
 def _started(
-    start: Callable[[], dist.Work | None], received: Tensor, sent: Tensor, doing: str, ranks: Sequence[int]
-) -> Pending:
-    """Call ``start`` and wrap its work as ``Pending``; without a work handle the collective has already completed."""
-    work = named_collective(start, doing, ranks)
+    start: Callable[[], dist.Work | None], received: Tensor, sent: Tensor, operation: str, ranks: Sequence[int]
+) -> PendingTensors:
+    """Call ``start`` and wrap its work as ``PendingTensors``; without a work handle the collective has already
+    completed.
+    """
+    work = named_collective(start, operation, ranks)
     works = ()
     if work is not None:
         works = (work,)
-    return Pending((received,), (sent,), works, doing, ranks)
+    return PendingTensors((received,), (sent,), works, operation, ranks)

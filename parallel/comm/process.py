@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError
-from parallel.comm.groups import control_group, forget_groups, warm, world_group
-from parallel.runtime.flight_recorder import advice, dump_collectives, record_collectives
+from parallel.comm.process_groups import clear_groups, control_group, warm, world_group
+from parallel.runtime.flight_recorder import dump_collectives, record_collectives, trace_hint
 from parallel.runtime.interface import choose_gloo_interface
 from parallel.runtime.launched import code_version, environment_rank, ranks_of_machine
-from parallel.runtime.listening import free_port, is_agents_store, listen, meeting_host
-from parallel.runtime.watch.current import start_watch, stop_watch, watching
-from parallel.runtime.watch.last_words import say
-from parallel.runtime.watch.options import WatchOptions
+from parallel.runtime.listening import free_port, is_agents_store, listen, rendezvous_host
+from parallel.runtime.watch.current import active_watch, start_watch, stop_watch
+from parallel.runtime.watch.last_words import print_last_message
+from parallel.runtime.watch.watch_options import WatchOptions
 
-MEET_SECONDS = 45.0
+RENDEZVOUS_SECONDS = 45.0
 """How long ranks wait at rendezvous. Including shutdown, a failed start ends within a minute."""
 _LONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -35,7 +35,7 @@ _LONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE"
 def start_process_group(
     *,
     timeout_seconds: float,
-    meet_seconds: float = MEET_SECONDS,
+    rendezvous_seconds: float = RENDEZVOUS_SECONDS,
     device: torch.device | None = None,
     traces: Path | None = None,
 ) -> None:
@@ -44,7 +44,7 @@ def start_process_group(
     CPU tensors use gloo; if ``device`` is a GPU, its tensors use NCCL. From here on, a rank that fails or hangs ends
     all ranks: each then writes its stacks into the folder ``traces``, and NCCL its last collectives.
 
-    Raise ClusterError if rendezvous takes longer than ``meet_seconds``, or if the ranks' code differs.
+    Raise ClusterError if rendezvous takes longer than ``rendezvous_seconds``, or if the ranks' code differs.
     """
     if "RANK" not in os.environ:
         os.environ.update(_LONE_PROCESS, MASTER_PORT=str(free_port()))
@@ -63,16 +63,16 @@ def start_process_group(
         elif traces is not None:
             record_collectives(traces)
         timeout = timedelta(seconds=timeout_seconds)
-        store = meeting_store(rank, world_size, timedelta(seconds=meet_seconds))
+        store = rendezvous_store(rank, world_size, timedelta(seconds=rendezvous_seconds))
         if world_size > 1:
             options = WatchOptions(
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout_seconds,
-                meet=meet_seconds,
+                rendezvous_seconds=rendezvous_seconds,
                 version=code_version(),
                 folder=traces,
-                remark=advice(),
+                hint=trace_hint(),
                 last_act=partial(dump_collectives, rank),
                 spins=backend != "gloo",
             )
@@ -85,13 +85,13 @@ def start_process_group(
     except (RuntimeError, ValueError, OSError) as error:
         text = (
             f"rank {rank} of {world_size} on {socket.gethostname()} could not meet the others at "
-            f"{meeting_host()}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}\n"
+            f"{rendezvous_host()}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}\n"
             "Check that every host of the hostfile reaches that address, and that the port is free (--master_port)."
         )
         # Rank 0 knows which ranks are missing, but not why. Without a watch, one rank per machine reports its own
         # cause.
-        if watching() is None and rank != 0 and os.environ.get("LOCAL_RANK", "0") in ("0", str(rank)):
-            say(f"ClusterError: {text}")
+        if active_watch() is None and rank != 0 and os.environ.get("LOCAL_RANK", "0") in ("0", str(rank)):
+            print_last_message(f"ClusterError: {text}")
         raise ClusterError(text) from error
 
 
@@ -99,7 +99,7 @@ def stop_process_group() -> None:
     """Leave the process group, if any. Call it only after success: after an error NCCL may block here forever."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        forget_groups()
+        clear_groups()
     stop_watch()
 
 
@@ -123,15 +123,15 @@ def _threads_per_process() -> int:
     return max(1, (os.cpu_count() or 1) // (ranks_of_machine() or 1))
 
 
-def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Connect to the rendezvous store, which rank 0 hosts; rank 0 returns immediately, the others once connected.
 
     Raise OSError if that takes longer than ``timeout`` (twice as long if another program listens without answering), or
     if rank 0 cannot bind the port.
     """
-    host, port = meeting_host(), int(os.environ["MASTER_PORT"])
+    host, port = rendezvous_host(), int(os.environ["MASTER_PORT"])
     if rank != 0:
-        _reach(host, port, timeout.total_seconds())
+        _wait_for_listener(host, port, timeout.total_seconds())
     is_master = rank == 0 and not is_agents_store()
 
     def build() -> dist.TCPStore:
@@ -176,7 +176,7 @@ def _within(build: Callable[[], dist.TCPStore], seconds: float) -> dist.TCPStore
     return found[0]
 
 
-def _reach(host: str, port: int, seconds: float) -> None:
+def _wait_for_listener(host: str, port: int, seconds: float) -> None:
     """Return once a program listens at the address. Raise OSError after ``seconds``."""
     # Probe before torch does: torch's error is half a screen of C++.
     deadline = time.monotonic() + seconds

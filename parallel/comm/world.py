@@ -16,8 +16,8 @@ from torch import Tensor
 from longctx import errors
 from longctx.errors import LongCtxError
 from parallel.comm.collective import named_collective
-from parallel.comm.groups import control_group
-from parallel.runtime.spans import waiting
+from parallel.comm.process_groups import control_group
+from parallel.runtime.activity import waiting
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def agree_or_raise(problem: LongCtxError | None) -> None:
+def raise_on_all_ranks(problem: LongCtxError | None) -> None:
     """Raise on every rank if any rank has a problem: its own error, or the first failed rank's. Collective.
 
     One rank's failure then ends all ranks, instead of leaving the others blocked in a collective.
@@ -69,7 +69,7 @@ def on_every_rank(action: Callable[[], T]) -> T:
         result = action()
     except LongCtxError as error:
         problem = error
-    agree_or_raise(problem)
+    raise_on_all_ranks(problem)
     return cast(T, result)
 
 
@@ -83,11 +83,11 @@ def on_rank_0(action: Callable[[], T]) -> T:
             result = action()
         except LongCtxError as error:
             problem = error
-    agree_or_raise(problem)
+    raise_on_all_ranks(problem)
     return broadcast_object(result)
 
 
-def meet_patiently() -> None:
+def long_barrier() -> None:
     """Wait for all ranks, which may be hours late. Collective."""
     if dist.is_initialized():
         with waiting("the other ranks", patient=True):

@@ -21,18 +21,18 @@ from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, Pending, TokenDispatcher
 from longctx.tensor_bytes import rows_as_bytes
-from parallel.comm.communicator import Pending as PendingExchange
-from parallel.comm.groups import ProcessGroup
+from parallel.comm.communicator import PendingTensors as PendingExchange
 from parallel.comm.messages.kinds import Kind
+from parallel.comm.process_groups import ProcessGroup
 from parallel.experts.replicated import ReplicatedTokens
 from parallel.mesh import Mesh
-from parallel.runtime.spans import DOING
+from parallel.runtime.activity import ACTIVITY
 
 T = TypeVar("T")
 
 _IDS = torch.int16
 """Dtype for local expert ids in messages."""
-_DOING = {
+_OPERATIONS = {
     Kind.TOKENS: "sending tokens to experts",
     Kind.CHOICES: "sending choices to experts",
     Kind.EXPERT_SUMS: "returning what experts made of tokens",
@@ -73,11 +73,11 @@ class AllToAllDispatcher(TokenDispatcher):
         counts_tp2 = torch.stack([self._counts(experts_Nk[tile]) for tile in tiles])
         send_pt2 = counts_tp2.transpose(0, 1).contiguous()
         recv_pt2 = self.mesh.comm.all_to_all(
-            send_pt2, self._group, doing="telling how many tokens it sends to experts", kind=Kind.COUNTS
+            send_pt2, self._group, operation="telling how many tokens it sends to experts", kind=Kind.COUNTS
         )
         sizes = self.read_sizes(torch.stack((send_pt2, recv_pt2)).transpose(1, 2), tiles)
         # Backward reuses these sizes without knowing the layer, so store it.
-        return [of_tile._replace(layer=DOING.layer) for of_tile in sizes]
+        return [of_tile._replace(layer=ACTIVITY.layer) for of_tile in sizes]
 
     def read_sizes(self, counts_2tp2: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
         """Return each tile's sizes from [sent or received, tile, rank, tokens or assignments]. Synchronizes with the
@@ -131,14 +131,14 @@ class AllToAllDispatcher(TokenDispatcher):
         return torch.stack((self._is_sent(experts_nk).sum(1), assignments[:-1]), dim=1)
 
     def exchange(
-        self, outgoing_UX: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], kind: Kind, layer: int
+        self, tokens_UX: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], kind: Kind, layer: int
     ) -> PendingExchange:
         """Start the all-to-all that sends a layer's tokens to the group's ranks and receives theirs."""
         # As bytes, so that any dtype can be sent.
         return self.mesh.comm.start_all_to_all(
-            rows_as_bytes(outgoing_UX),
+            rows_as_bytes(tokens_UX),
             self._group,
-            doing=_DOING[kind],
+            operation=_OPERATIONS[kind],
             counts=(send_counts, recv_counts),
             kind=kind,
             layer=layer,
@@ -155,20 +155,24 @@ class _Handle(DispatchHandle):
         self.dispatcher, self.sizes, self.rank_U, self.token_U = dispatcher, sizes, rank_U, token_U
 
     def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
-        outgoing_UX = of_tokens_nX.to(communication_dtype).index_select(0, self.token_U)
-        return Arriving(self._send_out(outgoing_UX, Kind.TOKENS), lambda arrived: arrived.view(communication_dtype))
+        tokens_UX = of_tokens_nX.to(communication_dtype).index_select(0, self.token_U)
+        return PendingResult(
+            self._send_out(tokens_UX, Kind.TOKENS), lambda received: received.view(communication_dtype)
+        )
 
     def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         experts_per_rank = self.dispatcher.experts_per_rank
         gates_Uk = gates_nk.index_select(0, self.token_U)
         # Ids relative to the receiver's experts; a token's experts on other ranks become −1.
         ids_Uk = self.experts_nk.index_select(0, self.token_U) - self.rank_U[:, None] * experts_per_rank
-        is_there = (ids_Uk >= 0) & (ids_Uk < experts_per_rank)
-        ids_Uk = ids_Uk.where(is_there, -1).to(_IDS)
+        is_local = (ids_Uk >= 0) & (ids_Uk < experts_per_rank)
+        ids_Uk = ids_Uk.where(is_local, -1).to(_IDS)
         # Concatenate as bytes: one message instead of two.
         both = torch.cat((rows_as_bytes(gates_Uk), rows_as_bytes(ids_Uk)), dim=1)
         gates_bytes, dtype = both.shape[1] - _IDS.itemsize * ids_Uk.shape[1], gates_nk.dtype
-        return Arriving(self._send_out(both, Kind.CHOICES), lambda arrived: _gates_and_ids(arrived, gates_bytes, dtype))
+        return PendingResult(
+            self._send_out(both, Kind.CHOICES), lambda received: _gates_and_ids(received, gates_bytes, dtype)
+        )
 
     def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
         send_counts, recv_counts, layer = self.sizes.send_counts, self.sizes.recv_counts, self.sizes.layer
@@ -176,17 +180,18 @@ class _Handle(DispatchHandle):
             of_tokens_SX.to(communication_dtype), recv_counts, send_counts, Kind.EXPERT_SUMS, layer
         )
         token_U, choices = self.token_U, self.experts_nk.shape
-        return Arriving(
-            exchange, lambda arrived: sum_over_ranks(arrived.view(communication_dtype), token_U, send_counts, choices)
+        return PendingResult(
+            exchange,
+            lambda received: sum_expert_results(received.view(communication_dtype), token_U, send_counts, choices),
         )
 
-    def _send_out(self, outgoing_UX: Tensor, kind: Kind) -> PendingExchange:
+    def _send_out(self, tokens_UX: Tensor, kind: Kind) -> PendingExchange:
         sizes = self.sizes
-        return self.dispatcher.exchange(outgoing_UX, sizes.send_counts, sizes.recv_counts, kind, sizes.layer)
+        return self.dispatcher.exchange(tokens_UX, sizes.send_counts, sizes.recv_counts, kind, sizes.layer)
 
 
 @dataclass
-class Arriving(Generic[T]):
+class PendingResult(Generic[T]):
     """Messages in flight, and the function that converts them once received."""
 
     messages: PendingExchange
@@ -194,8 +199,8 @@ class Arriving(Generic[T]):
 
     def wait(self) -> T:
         """Wait for the messages and return the result. Raise ClusterError if a rank died or timed out."""
-        (arrived,) = self.messages.wait()
-        return self.finish(arrived)
+        (received,) = self.messages.wait()
+        return self.finish(received)
 
 
 def _gates_and_ids(both: Tensor, gates_bytes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -206,7 +211,7 @@ def _gates_and_ids(both: Tensor, gates_bytes: int, dtype: torch.dtype) -> tuple[
     return gates.view(dtype), ids.view(_IDS)
 
 
-def sum_over_ranks(results_UX: Tensor, token_U: Tensor, send_counts: Sequence[int], choices: torch.Size) -> Tensor:
+def sum_expert_results(results_UX: Tensor, token_U: Tensor, send_counts: Sequence[int], choices: torch.Size) -> Tensor:
     """Sum each token's results over ranks, one after another, always in rank order.
 
     ``choices`` is (number of tokens, experts per token).
@@ -235,9 +240,9 @@ def sum_by_turn(results_UX: Tensor, token_U: Tensor, num_tokens: int, most: int)
     num_results = len(token_U)
     # Sorted by token, then rank: a result's turn is its position minus the position of its token's first result.
     token_sorted_U, order_U = torch.sort(token_U, stable=True)
-    firsts_n = torch.searchsorted(token_sorted_U, torch.arange(num_tokens, device=token_U.device))
-    places_U = torch.arange(num_results, device=token_U.device)
-    turn_U = places_U - firsts_n[token_sorted_U]
+    start_n = torch.searchsorted(token_sorted_U, torch.arange(num_tokens, device=token_U.device))
+    position_U = torch.arange(num_results, device=token_U.device)
+    turn_U = position_U - start_n[token_sorted_U]
     # A token without a result in a turn reads the zero row after the last result, so no size depends on the routing.
     result_mn = token_U.new_full((most, num_tokens), num_results)
     result_mn[turn_U, token_sorted_U] = order_U
@@ -251,7 +256,7 @@ def sum_by_turn(results_UX: Tensor, token_U: Tensor, num_tokens: int, most: int)
 def _gather_over_context(mesh: Mesh, values_NX: Tensor) -> Tensor:
     if mesh.context_group is None:
         return values_NX
-    everyone = mesh.comm.all_gather(
-        values_NX, mesh.context_group, doing="gathering choices of experts", kind=Kind.GATHERED_CHOICES
+    gathered = mesh.comm.all_gather(
+        values_NX, mesh.context_group, operation="gathering choices of experts", kind=Kind.GATHERED_CHOICES
     )
-    return everyone.flatten(0, 1)
+    return gathered.flatten(0, 1)

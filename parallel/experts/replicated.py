@@ -45,8 +45,8 @@ class _Handle(DispatchHandle):
     def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         """Return gates, and ids among this rank's experts; −1 for remote experts."""
         ids_nk = self.experts_nk - self.dispatcher.local_experts.start
-        is_here = (ids_nk >= 0) & (ids_nk < self.dispatcher.experts_per_rank)
-        return Ready((gates_nk, ids_nk.where(is_here, -1)))
+        is_local = (ids_nk >= 0) & (ids_nk < self.dispatcher.experts_per_rank)
+        return Ready((gates_nk, ids_nk.where(is_local, -1)))
 
     def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
         """Return the sum over ranks, in rank order."""
@@ -55,7 +55,7 @@ class _Handle(DispatchHandle):
         gathered = mesh.comm.all_gather(
             of_tokens_SX.to(communication_dtype),
             mesh.expert_group,
-            doing="gathering what experts made of tokens that all ranks have",
+            operation="gathering what experts made of tokens that all ranks have",
             kind=Kind.REPLICATED_SUMS,
         )
         # A loop instead of sum(0): bitwise equal on every rank and in every run.

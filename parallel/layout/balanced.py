@@ -51,11 +51,11 @@ SOFT_RATE, HARD_RATE = 4, 512
 Work above the mean pays the soft rate; work above the tolerance additionally pays the hard rate.
 """
 
-ROUNDS, ORDERS_PER_ROUND, NUM_ORDERS = 36, 8, 49
+ROUNDS, CANDIDATES_PER_ROUND, NUM_CANDIDATES = 36, 8, 49
 """Rounds of rank pairs, candidate orders per round, and candidate orders in total."""
 
 
-def assign(num_tokens: int, degree: int, cu_seqlens: Sequence[int], *, causal: bool = True) -> list[Pieces]:
+def assign_tokens(num_tokens: int, degree: int, cu_seqlens: Sequence[int], *, causal: bool = True) -> list[Pieces]:
     """Assign pieces of ``num_tokens`` to each of ``degree`` ring ranks; every rank gets equally many tokens.
 
     Pieces start and end at multiples of a grain: 128 tokens if that divides a rank's token count, otherwise its largest
@@ -139,14 +139,14 @@ def cut_chunks(num_tokens: int, degree: int, bounds: ndarray, *, causal: bool = 
     edges = np.concatenate([np.arange(num_remainders) * remainder, starts, [num_tokens]])
     # Count (query, key) pairs between every two neighbouring cuts, then sum them up to the chunk edges. A causal query
     # at document position p sees p + 1 keys, so positions [a, b) see (b(b + 1) − a(a + 1)) / 2.
-    cuts = np.union1d(edges, bounds)
-    begins = bounds[np.searchsorted(bounds, cuts[:-1], side="right") - 1]
-    first, stop = cuts[:-1] - begins, cuts[1:] - begins
+    cut_points = np.union1d(edges, bounds)
+    document_starts = bounds[np.searchsorted(bounds, cut_points[:-1], side="right") - 1]
+    first, stop = cut_points[:-1] - document_starts, cut_points[1:] - document_starts
     pairs = (stop * (stop + 1) - first * (first + 1)) // 2
     lengths = np.diff(bounds)
     if not causal:
-        pairs = (stop - first) * lengths[np.searchsorted(bounds, begins)]
-    work = np.diff(np.append(0, np.cumsum(pairs))[np.searchsorted(cuts, edges)])
+        pairs = (stop - first) * lengths[np.searchsorted(bounds, document_starts)]
+    work = np.diff(np.append(0, np.cumsum(pairs))[np.searchsorted(cut_points, edges)])
     document = np.searchsorted(bounds, starts, side="right") - 1
     # Rows that a cut costs at the chunk's end and at its start: the document up to the cut, or all of it if
     # bidirectional.
@@ -182,18 +182,18 @@ def _assign_windows(chunks: Chunks) -> ndarray:
         remaining = int(work.sum() + chunks.remainder_work[rank:].sum())
         target = remaining // (chunks.degree - rank) - int(chunks.remainder_work[rank])
         first = int(np.argmin(np.abs(window - target)))
-        beyond = first + per_rank - len(ring)
+        num_wrapped = first + per_rank - len(ring)
         # Cut out in place: the ring stays in sequence order without a sort per rank.
-        if beyond <= 0:
+        if num_wrapped <= 0:
             owner[ring[first : first + per_rank]] = rank
             ring = np.concatenate([ring[:first], ring[first + per_rank :]])
         else:
-            owner[ring[first:]] = owner[ring[:beyond]] = rank
-            ring = ring[beyond:first]
+            owner[ring[first:]] = owner[ring[:num_wrapped]] = rank
+            ring = ring[num_wrapped:first]
     return owner
 
 
-class _Orders(NamedTuple):
+class _Permutations(NamedTuple):
     """Candidate orders over all chunks; each keeps a document's chunks together."""
 
     chunks: ndarray
@@ -202,13 +202,13 @@ class _Orders(NamedTuple):
     """True at [order, slot] if the slot's document runs from tail to head."""
 
 
-def _candidate_orders(chunks: Chunks) -> _Orders:
-    """Return the sequence order, then ``NUM_ORDERS − 1`` shuffles of its documents."""
+def _candidate_permutations(chunks: Chunks) -> _Permutations:
+    """Return the sequence order, then ``NUM_CANDIDATES − 1`` shuffles of its documents."""
     slots = np.arange(len(chunks.start))
     num_documents = int(chunks.document[-1]) + 1
     # SplitMix64 outputs from state 0: the same candidates on every rank and in every run.
-    state = np.arange(NUM_ORDERS * num_documents, dtype=np.uint64) * np.uint64(GOLDEN)
-    hashes = mix64_array(state).reshape(NUM_ORDERS, num_documents)
+    state = np.arange(NUM_CANDIDATES * num_documents, dtype=np.uint64) * np.uint64(GOLDEN)
+    hashes = mix64_array(state).reshape(NUM_CANDIDATES, num_documents)
     # The hash gives a document its position, and the hash's lowest bit its direction.
     rank = np.argsort(np.argsort(hashes, axis=1, kind="stable"), axis=1, kind="stable")
     reversed_documents = (hashes & np.uint64(1)).astype(bool)
@@ -216,7 +216,7 @@ def _candidate_orders(chunks: Chunks) -> _Orders:
     backward = reversed_documents[:, chunks.document]
     key = rank[:, chunks.document] * len(slots) + np.where(backward, len(slots) - 1 - slots, slots)
     order = np.argsort(key, axis=1, kind="stable")
-    return _Orders(order, np.take_along_axis(backward, order, 1))
+    return _Permutations(order, np.take_along_axis(backward, order, 1))
 
 
 class _RankPairs(NamedTuple):
@@ -279,40 +279,46 @@ class WorkCost(NamedTuple):
 # into two equal halves), and a pair changes only if its cost strictly falls, so no sequence of exchanges can cycle.
 def _improve(chunks: Chunks, owner: ndarray) -> ndarray:
     """Run rounds of pairwise exchange and return the improved owners."""
-    work_cost, orders = WorkCost.of(chunks), _candidate_orders(chunks)
-    unchanged = 0
+    work_cost, permutations = WorkCost.of(chunks), _candidate_permutations(chunks)
+    num_idle_rounds = 0
     for round_number, pairs in zip(range(ROUNDS), _tournament(chunks.degree), strict=False):
         # Try the sequence order in every round, and different shuffles each time.
-        shuffles = 1 + (np.arange(ORDERS_PER_ROUND - 1) + round_number * (ORDERS_PER_ROUND - 1)) % (NUM_ORDERS - 1)
-        tried = np.append(0, shuffles)
-        tried_orders = _Orders(orders.chunks[tried], orders.backward[tried])
-        reassigned = _reassign(chunks, owner, pairs, tried_orders, work_cost)
-        unchanged += 1
+        shuffles = 1 + (np.arange(CANDIDATES_PER_ROUND - 1) + round_number * (CANDIDATES_PER_ROUND - 1)) % (
+            NUM_CANDIDATES - 1
+        )
+        selected = np.append(0, shuffles)
+        candidates = _Permutations(permutations.chunks[selected], permutations.backward[selected])
+        reassigned = _reassign(chunks, owner, pairs, candidates, work_cost)
+        num_idle_rounds += 1
         if not np.array_equal(reassigned, owner):
-            unchanged = 0
+            num_idle_rounds = 0
         owner = reassigned
         # By then every two ranks were paired twice, with different candidate orders.
-        if unchanged > 2 * chunks.degree:
+        if num_idle_rounds > 2 * chunks.degree:
             break
     return owner
 
 
-def _reassign(chunks: Chunks, owner: ndarray, pairs: _RankPairs, orders: _Orders, work_cost: WorkCost) -> ndarray:
+def _reassign(
+    chunks: Chunks, owner: ndarray, pairs: _RankPairs, candidates: _Permutations, work_cost: WorkCost
+) -> ndarray:
     """Give each pair its cheapest halves over all candidate orders, if they cost less; return the owners."""
-    num_pairs, width, tried = len(pairs.first), 2 * chunks.per_rank, len(orders.chunks)
+    num_pairs, width, num_candidates = len(pairs.first), 2 * chunks.per_rank, len(candidates.chunks)
     pair = pairs.of_rank(chunks.degree)[owner]
     # Restrict each candidate order to each pair's chunks: [order, pair, slot].
-    slot = np.argsort(pair[orders.chunks], axis=1, kind="stable")[:, : num_pairs * width]
-    rings = _Orders(
-        np.take_along_axis(orders.chunks, slot, 1).reshape(tried, num_pairs, width),
-        np.take_along_axis(orders.backward, slot, 1).reshape(tried, num_pairs, width),
+    slot = np.argsort(pair[candidates.chunks], axis=1, kind="stable")[:, : num_pairs * width]
+    rings = _Permutations(
+        np.take_along_axis(candidates.chunks, slot, 1).reshape(num_candidates, num_pairs, width),
+        np.take_along_axis(candidates.backward, slot, 1).reshape(num_candidates, num_pairs, width),
     )
     # Choose the half with the cheapest cuts per pair and order; run cost is computed only for that one.
     cost = _cost_of_halves(chunks, rings, pairs, work_cost)
     cut = np.argmin(cost, axis=-1)
     in_second_half = (np.arange(width) - cut[..., None]) % width >= chunks.per_rank
-    to_second = np.zeros(orders.chunks.shape, dtype=bool)  # True if a chunk goes to the pair's second rank
-    np.put_along_axis(to_second, rings.chunks.reshape(tried, -1), in_second_half.reshape(tried, -1), 1)
+    to_second = np.zeros(candidates.chunks.shape, dtype=bool)  # True if a chunk goes to the pair's second rank
+    np.put_along_axis(
+        to_second, rings.chunks.reshape(num_candidates, -1), in_second_half.reshape(num_candidates, -1), 1
+    )
     cost = np.take_along_axis(cost, cut[..., None], -1)[..., 0] + _cost_of_runs(chunks, to_second, pair, num_pairs)
 
     is_second = pairs.second[np.minimum(pair, num_pairs - 1)] == owner
@@ -326,7 +332,7 @@ def _reassign(chunks: Chunks, owner: ndarray, pairs: _RankPairs, orders: _Orders
     return np.where(better[pair], taken, owner)
 
 
-def _cost_of_halves(chunks: Chunks, rings: _Orders, pairs: _RankPairs, work_cost: WorkCost) -> ndarray:
+def _cost_of_halves(chunks: Chunks, rings: _Permutations, pairs: _RankPairs, work_cost: WorkCost) -> ndarray:
     """Return cost [order, pair, i] if the first rank takes the half that starts at slot i, and the second rank the
     rest.
 
@@ -344,8 +350,8 @@ def _cost_of_halves(chunks: Chunks, rings: _Orders, pairs: _RankPairs, work_cost
     cost = np.where(one_document, np.maximum(first_cut, second_cut), first_cut + second_cut)
 
     # All halves' work at once, as differences between prefix sums.
-    orders, num_pairs, width = work.shape
-    summed = np.zeros((orders, num_pairs, width + 1), dtype=np.int64)
+    num_candidates, num_pairs, width = work.shape
+    summed = np.zeros((num_candidates, num_pairs, width + 1), dtype=np.int64)
     np.cumsum(work, axis=-1, out=summed[..., 1:])
     first_work = summed[..., half:-1] - summed[..., :half]
     second_work = summed[..., -1:] - first_work
@@ -356,15 +362,17 @@ def _cost_of_halves(chunks: Chunks, rings: _Orders, pairs: _RankPairs, work_cost
 def _cost_of_runs(chunks: Chunks, to_second: ndarray, pair: ndarray, num_pairs: int) -> ndarray:
     """Return run cost [order, pair]: one chunk of rows plus a document's head per run that ends inside a pair."""
     # Count only boundaries between chunks in one pair: all others stay unchanged in this round.
-    behind = 1 + np.flatnonzero((pair[1:] == pair[:-1]) & (pair[1:] < num_pairs))
-    order, end = np.nonzero(to_second[:, behind] != to_second[:, behind - 1])
-    behind = behind[end]
-    rows = chunks.size + chunks.head[behind]
-    cost = np.bincount(order * num_pairs + pair[behind], rows, minlength=len(to_second) * num_pairs)
+    boundaries = 1 + np.flatnonzero((pair[1:] == pair[:-1]) & (pair[1:] < num_pairs))
+    order, end = np.nonzero(to_second[:, boundaries] != to_second[:, boundaries - 1])
+    boundaries = boundaries[end]
+    rows = chunks.size + chunks.head[boundaries]
+    cost = np.bincount(order * num_pairs + pair[boundaries], rows, minlength=len(to_second) * num_pairs)
     return cost.astype(np.int64).reshape(len(to_second), num_pairs)
 
 
-def _present_cost(chunks: Chunks, owner: ndarray, pairs: _RankPairs, rings: _Orders, work_cost: WorkCost) -> ndarray:
+def _present_cost(
+    chunks: Chunks, owner: ndarray, pairs: _RankPairs, rings: _Permutations, work_cost: WorkCost
+) -> ndarray:
     """Return the current owners' cost [pair] on the scale of ``_cost_of_halves``; order 0 must be the sequence."""
     # A half costs the rows added by its cuts: the full prefixes minus those of the pair's documents if uncut.
     mine = np.argsort(owner, kind="stable").reshape(chunks.degree, -1)
@@ -388,8 +396,8 @@ def chunk_pieces(chunks: Chunks, owner: ndarray) -> list[Pieces]:
     starts = np.append(np.arange(num_remainders) * remainder, chunks.start)
     owner = np.append(np.arange(num_remainders), owner)
     first = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
-    stops = np.append(starts[first[1:]], chunks.start[-1] + chunks.size)
+    ends = np.append(starts[first[1:]], chunks.start[-1] + chunks.size)
     pieces: list[Pieces] = [[] for _ in range(chunks.degree)]
-    for start, stop, rank in zip(starts[first].tolist(), stops.tolist(), owner[first].tolist(), strict=True):
+    for start, stop, rank in zip(starts[first].tolist(), ends.tolist(), owner[first].tolist(), strict=True):
         pieces[rank].append((start, stop - start))
     return pieces

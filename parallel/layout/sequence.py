@@ -18,13 +18,13 @@ from torch import Tensor
 
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
-from parallel.layout.balanced import assign
+from parallel.layout.balanced import assign_tokens
 from parallel.layout.zigzag import Pieces, head_and_tail
 
 KINDS = ("contiguous", "zigzag", "striped", "balanced")
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Evenly spaced tokens that are neighbours on one rank: start, start + step, … (``count`` tokens)."""
 
     start: int
@@ -38,7 +38,7 @@ class Run(NamedTuple):
         return self.start + (self.count - 1) * self.step + 1
 
 
-Runs = tuple[Run, ...]
+TokenRuns = tuple[TokenRun, ...]
 """Ascending, disjoint runs."""
 
 
@@ -55,7 +55,7 @@ class SequenceLayout:
     """Ranks that share the sequence, ring × Ulysses."""
     ulysses: int
     """Consecutive ranks that share one ring rank's rows."""
-    runs: tuple[Runs, ...]
+    runs: tuple[TokenRuns, ...]
     """Runs per ring rank."""
 
     @classmethod
@@ -82,7 +82,7 @@ class SequenceLayout:
         documents = PackedDocuments.of(cu_seqlens, num_tokens)
         ring_degree = degree // ulysses
         if kind == "balanced" and ring_degree > 1:
-            runs = _runs_of(assign(num_tokens, ring_degree, documents.bounds, causal=causal))
+            runs = _runs_of(assign_tokens(num_tokens, ring_degree, documents.bounds, causal=causal))
         else:
             runs = _fixed_runs(kind, num_tokens, ring_degree)
         return cls(kind, num_tokens, degree, ulysses, runs)
@@ -100,7 +100,7 @@ class SequenceLayout:
         """Return the rank's token count."""
         return self.num_ring(rank // self.ulysses) // self.ulysses
 
-    def rank_runs(self, rank: int) -> Runs:
+    def rank_runs(self, rank: int) -> TokenRuns:
         """Return one rank's runs: its ring rank's runs, cut to this rank's share of the rows."""
         ring_rank, part = divmod(rank, self.ulysses)
         if self.ulysses == 1:
@@ -142,34 +142,34 @@ class SequenceLayout:
         pieces: list[tuple[int, Tensor]] = []
         for rank, part in enumerate(parts):
             runs = self.rank_runs(rank)
-            cuts = part.split([run.count for run in runs], dim)
-            pieces += [(run.start, cut) for run, cut in zip(runs, cuts, strict=True)]
+            run_parts = part.split([run.count for run in runs], dim)
+            pieces += [(run.start, cut) for run, cut in zip(runs, run_parts, strict=True)]
         return torch.cat([cut for _, cut in sorted(pieces, key=lambda p: p[0])], dim)
 
 
 # Every micro-batch has the same length; validation may add a second one.
 @functools.lru_cache(maxsize=16)
-def _fixed_runs(kind: str, num_tokens: int, degree: int) -> tuple[Runs, ...]:
+def _fixed_runs(kind: str, num_tokens: int, degree: int) -> tuple[TokenRuns, ...]:
     """Build the runs for each of ``degree`` ring ranks, for kinds that do not depend on documents."""
     if kind == "zigzag" and degree > 1:
         return _runs_of(head_and_tail(num_tokens, degree))
     tokens_per_rank = num_tokens // degree
     if kind == "striped":
-        return tuple((Run(rank, tokens_per_rank, degree),) for rank in range(degree))
-    return tuple((Run(rank * tokens_per_rank, tokens_per_rank, 1),) for rank in range(degree))
+        return tuple((TokenRun(rank, tokens_per_rank, degree),) for rank in range(degree))
+    return tuple((TokenRun(rank * tokens_per_rank, tokens_per_rank, 1),) for rank in range(degree))
 
 
-def _runs_of(assigned: Iterable[Pieces]) -> tuple[Runs, ...]:
-    return tuple(tuple(Run(start, count, 1) for start, count in pieces) for pieces in assigned)
+def _runs_of(assigned: Iterable[Pieces]) -> tuple[TokenRuns, ...]:
+    return tuple(tuple(TokenRun(start, count, 1) for start, count in pieces) for pieces in assigned)
 
 
-def _cut_rows(runs: Runs, start: int, stop: int) -> Runs:
+def _cut_rows(runs: TokenRuns, start: int, stop: int) -> TokenRuns:
     """Return the runs that cover local rows [start, stop)."""
     cut, row = [], 0
     for run in runs:
         first, last = max(start - row, 0), min(stop - row, run.count)
         if first < last:
-            cut.append(Run(run.start + first * run.step, last - first, run.step))
+            cut.append(TokenRun(run.start + first * run.step, last - first, run.step))
         row += run.count
     return tuple(cut)
 

@@ -19,7 +19,7 @@ from parallel.runtime.launched import environment_rank, ranks_of_machine, start_
 log = logging.getLogger(__name__)
 
 
-def choose_device(wish: str, setting: str = "run.device", **degrees: int) -> torch.device:
+def choose_device(requested: str, setting: str = "run.device", **degrees: int) -> torch.device:
     """Return the CPU, or the GPU with this process's local rank; ``auto`` uses GPUs if there are any.
 
     ``setting`` names the option in messages; ``degrees`` holds parallel.context and similar degrees by name, which must
@@ -28,11 +28,11 @@ def choose_device(wish: str, setting: str = "run.device", **degrees: int) -> tor
     """
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), ranks_of_machine() or 1
     gpus = 0
-    if wish != "cpu":
+    if requested != "cpu":
         use_expandable_segments(os.environ)
-    if wish != "cpu" and torch.cuda.is_available():
+    if requested != "cpu" and torch.cuda.is_available():
         gpus = torch.cuda.device_count()
-    if wish == "cuda" and gpus < ranks:
+    if requested == "cuda" and gpus < ranks:
         remedy = f"Use {setting}=cpu"
         if gpus:
             remedy += f", or slots={gpus} in the hostfile"
@@ -47,7 +47,7 @@ def choose_device(wish: str, setting: str = "run.device", **degrees: int) -> tor
         if gpus:
             log.warning("%d ranks share %d GPUs and DS_ACCELERATOR=cpu: computing on the CPU.", ranks, gpus)
         os.environ["DS_ACCELERATOR"] = "cpu"
-        keep_few_products(os.environ)
+        limit_matmul_caches(os.environ)
         return torch.device("cpu")
     os.environ["DS_ACCELERATOR"] = "cuda"
     torch.cuda.set_device(local_rank)
@@ -106,19 +106,19 @@ def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
         environment[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
-_PRODUCTS_KEPT = 256
-_PRODUCT_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+_MATMUL_CACHE_SIZE = 256
+_MATMUL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 """Environment variables that PyTorch and oneDNN read at the first bfloat16 matmul on a CPU."""
 
 
-def keep_few_products(environment: MutableMapping[str, str]) -> None:
+def limit_matmul_caches(environment: MutableMapping[str, str]) -> None:
     """Limit PyTorch's and oneDNN's caches to 256 compiled bfloat16 matmuls, unless the user has set the limits.
 
     Each matmul size has its own code, some 0.7 MiB, and experts and documents bring new sizes in each step. The default
     of 1024 took most of a small run's memory, and no step was faster. Call it before the first matmul.
     """
-    for name in _PRODUCT_CACHES:
-        environment.setdefault(name, str(_PRODUCTS_KEPT))
+    for name in _MATMUL_CACHES:
+        environment.setdefault(name, str(_MATMUL_CACHE_SIZE))
 
 
 def device_name(device: torch.device) -> str:
@@ -128,7 +128,7 @@ def device_name(device: torch.device) -> str:
     return "cpu"
 
 
-def free_bytes(device: torch.device) -> int:
+def free_device_bytes(device: torch.device) -> int:
     """Return the bytes still available to this process: on its GPU, or as its share of the machine's memory."""
     if device.type != "cuda":
         return available_bytes() // (ranks_of_machine() or 1)

@@ -40,7 +40,7 @@ def trace_prefix() -> str:
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE", "")
 
 
-def advice() -> str:
+def trace_hint() -> str:
     """Return a hint about the files for the user; empty if recording is off."""
     prefix = trace_prefix()
     if not prefix:

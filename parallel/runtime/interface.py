@@ -7,7 +7,7 @@ import socket
 
 import psutil
 
-from parallel.runtime.listening import meeting_host
+from parallel.runtime.listening import rendezvous_host
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Set by the user to choose the interface; gloo reads it."""
@@ -21,7 +21,7 @@ def choose_gloo_interface() -> None:
     """
     if os.environ.get(INTERFACE_VARIABLE) or "MASTER_ADDR" not in os.environ:
         return
-    name = interface_towards(meeting_host())
+    name = interface_towards(rendezvous_host())
     if name is not None:
         os.environ[INTERFACE_VARIABLE] = name
 

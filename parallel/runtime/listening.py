@@ -21,7 +21,7 @@ def is_agents_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def meeting_host() -> str:
+def rendezvous_host() -> str:
     """Return the rendezvous host: ``MASTER_ADDR``, or the loopback if one launcher started all ranks.
 
     A run on one machine then has no port that another machine can reach.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy import ndarray
 
 from longctx.kernels.attention.slices import HI, K_START, LO, OFFSET, OPEN, STEP
-from parallel.schedule.segments import MOST_TOKENS, Segments, expand_ranges, sort_key
+from parallel.schedule.document_segments import MOST_TOKENS, DocumentSegments, expand_ranges, sort_key
 
 NO_SLICES = np.empty((0, 8), dtype=np.int64)
 
@@ -46,7 +46,7 @@ def mask_bounds(*, causal: bool, window: int | None, sink_tokens: int) -> tuple[
     return tuple(found)
 
 
-def own_slices(segments: Segments, causal: bool) -> ndarray:
+def own_slices(segments: DocumentSegments, causal: bool) -> ndarray:
     """Return the slices among a rank's own rows without a window: one per document.
 
     A document's rows on a rank are neighbours in ascending order, so causality between them is local.
@@ -61,7 +61,7 @@ def own_slices(segments: Segments, causal: bool) -> ndarray:
     return _table(start, stop, start, stop, lo=lo)
 
 
-def prefix_slices(queries: Segments, keys: Segments, causal: bool) -> ndarray:
+def prefix_slices(queries: DocumentSegments, keys: DocumentSegments, causal: bool) -> ndarray:
     """Return the slices between two ranks' contiguous runs without a window: full rectangles only.
 
     Two ranks' ranges never overlap. If causal, a query segment therefore sees the other rank's rows up to its start,
@@ -83,7 +83,7 @@ def prefix_slices(queries: Segments, keys: Segments, causal: bool) -> ndarray:
     return _table(q_start[begin], q_stop[end], k_start[begin], k_stop[begin])
 
 
-def band_slices(queries: Segments, keys: Segments, bounds: Bounds, sink_ends: ndarray) -> ndarray:
+def band_slices(queries: DocumentSegments, keys: DocumentSegments, bounds: Bounds, sink_ends: ndarray) -> ndarray:
     """Return the slices between two ranks' segments with exact distances, one per overlapping pair.
 
     A query segment's keys are ordered from the nearest segment back to the farthest. ``sink_ends`` holds the first
@@ -92,11 +92,11 @@ def band_slices(queries: Segments, keys: Segments, bounds: Bounds, sink_ends: nd
     """
     if queries.step != keys.step:
         queries = queries.single_rows()
-    q, k = meeting_segments(queries, keys, bounds)
+    q, k = overlapping_segments(queries, keys, bounds)
     return slices_between(queries, q, keys, k, bounds, sink_ends)
 
 
-def meeting_segments(queries: Segments, keys: Segments, bounds: Bounds) -> tuple[ndarray, ndarray]:
+def overlapping_segments(queries: DocumentSegments, keys: DocumentSegments, bounds: Bounds) -> tuple[ndarray, ndarray]:
     """Return (query segment, key segment) for every pair in one document that may satisfy the bounds."""
     nearest: ndarray | int = MOST_TOKENS
     if bounds.least is not None:
@@ -113,7 +113,7 @@ def meeting_segments(queries: Segments, keys: Segments, bounds: Bounds) -> tuple
 
 
 def slices_between(
-    queries: Segments, q: ndarray, keys: Segments, k: ndarray, bounds: Bounds, sink_ends: ndarray
+    queries: DocumentSegments, q: ndarray, keys: DocumentSegments, k: ndarray, bounds: Bounds, sink_ends: ndarray
 ) -> ndarray:
     """Return trimmed slices between query segments ``q`` and key segments ``k``; drop pairs without work."""
     if not len(q):
@@ -135,9 +135,9 @@ def slices_between(
     q_start, k_stop = np.maximum(q_row, k_row + lo), np.minimum(k_row + k_length, q_row + q_length - lo)
     q_stop, k_start = np.minimum(q_row + q_length, k_row + k_length + hi), np.maximum(k_row, q_row - hi)
     # Drop a bound that every pair in the trimmed slice satisfies: kernels skip masking for open bands.
-    lo_holds, hi_holds = lo <= q_start - (k_stop - 1), hi >= (q_stop - 1) - k_start
+    lo_is_slack, hi_is_slack = lo <= q_start - (k_stop - 1), hi >= (q_stop - 1) - k_start
     some = (q_start < q_stop) & (k_start < k_stop) & (lo <= hi) & (k_length > 0)
-    lo, hi = np.where(lo_holds, OPEN, lo), np.where(hi_holds, OPEN, hi)
+    lo, hi = np.where(lo_is_slack, OPEN, lo), np.where(hi_is_slack, OPEN, hi)
     return _table(q_start, q_stop, k_start, k_stop, lo, hi, step, offset)[some]
 
 
@@ -156,10 +156,10 @@ def shift_slices(table: ndarray, queries: ndarray | int = 0, keys: ndarray | int
 
 def area(table: ndarray) -> int:
     """Count the row pairs inside all bands: a causal slice with n rows has n(n+1)/2."""
-    return int(areas(table).sum())
+    return int(slice_areas(table).sum())
 
 
-def areas(table: ndarray) -> ndarray:
+def slice_areas(table: ndarray) -> ndarray:
     """Count the row pairs per slice."""
     q_start, q_stop, k_start, k_stop, lo, hi = table.T[:STEP]
     # Pairs with i − j ≤ hi minus pairs with i − j < lo, both relative to the slice's first row and key.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from longctx.errors import ConfigError
-from parallel.schedule.heads import AttentionShape, HeadSplit
-from parallel.schedule.work import RingWork
+from parallel.schedule.head_split import AttentionShape, HeadSplit
+from parallel.schedule.ring_work import RingWork
 
 
 def flops(work: int, shape: AttentionShape, ulysses: int, rank: int) -> int:

@@ -9,7 +9,7 @@ from numpy import ndarray
 
 from longctx.batch import PackedDocuments
 from parallel.layout.sequence import SequenceLayout
-from parallel.schedule.segments import cut_segments
+from parallel.schedule.document_segments import cut_segments
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Degrees:
 
     ranks: tuple[int, ...]
     """For each counted document, the number of ranks that hold a part."""
-    fewest: tuple[int, ...]
+    min_ranks: tuple[int, ...]
     """For each counted document, the fewest ranks that could hold it: its tokens over a rank's tokens, rounded up."""
     imbalance: float
     """Attention work on the busiest rank over the mean."""
@@ -39,14 +39,14 @@ def degrees_of(layout: SequenceLayout, documents: PackedDocuments, *, causal: bo
         else:
             work[ring_rank] = (segments.length * lengths[segments.document]).sum()
     ring_tokens = layout.num_ring(0)
-    fewest = -(-lengths // ring_tokens)
+    min_ranks = -(-lengths // ring_tokens)
     counts = lengths > 0
     counts[list(documents.padding or ())] = False
     some = np.flatnonzero(counts)
     return Degrees(
         # Ulysses ranks hold a document together, so each ring rank counts as ``ulysses`` ranks.
         ranks=tuple((held.sum(0)[some] * layout.ulysses).tolist()),
-        fewest=tuple((fewest[some] * layout.ulysses).tolist()),
+        min_ranks=tuple((min_ranks[some] * layout.ulysses).tolist()),
         imbalance=float(work.max() * len(work) / work.sum()),
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
-from longctx.kernels.linear_attention import Segments
+from longctx.kernels.linear_attention import StateSegments
 from parallel.layout.sequence import SequenceLayout
 
 
@@ -27,7 +27,7 @@ class Open(NamedTuple):
     """Index among the rank's segments."""
 
 
-class Source(NamedTuple):
+class StateSource(NamedTuple):
     """Segment for which a rank sends data."""
 
     start: int
@@ -93,34 +93,34 @@ class StatePlan:
         """Return the token count of a rank's segment."""
         return self.ends[rank][segment + 1] - self.ends[rank][segment]
 
-    def sources(self, document: int, sent: Sequence[Sequence[Open]]) -> list[Source]:
+    def sources(self, document: int, sent: Sequence[Sequence[Open]]) -> list[StateSource]:
         """Return a document's segments among the sent ones, in sequence order."""
         sources = []
         for rank, of_rank in enumerate(sent):
             for slot, x in enumerate(of_rank):
                 if x.document == document:
-                    sources.append(Source(x.start, rank, slot, self.length(rank, x.segment)))
+                    sources.append(StateSource(x.start, rank, slot, self.length(rank, x.segment)))
         return sorted(sources)
 
-    def rows_before(self, x: Open, reach: int) -> list[tuple[Source, int, int]]:
-        """Return the segments that hold the ``reach`` tokens before ``x``, as (source, tokens, tokens between it and
+    def rows_before(self, x: Open, num_rows: int) -> list[tuple[StateSource, int, int]]:
+        """Return the segments that hold the ``num_rows`` tokens before ``x``, as (source, tokens, tokens between it and
         ``x``).
 
-        The nearest comes first. They hold fewer tokens if the document starts within ``reach``.
+        The nearest comes first. They hold fewer tokens if the document starts within ``num_rows``.
         """
         rows, between = [], 0
         for source in reversed(self.sources(x.document, self.given)):
-            if source.start < x.start and between < reach:
-                count = min(source.num_tokens, reach - between)
+            if source.start < x.start and between < num_rows:
+                count = min(source.num_tokens, num_rows - between)
                 rows.append((source, count, between))
                 between += count
         return rows
 
-    def segments(self, rank: int) -> Segments:
+    def segments(self, rank: int) -> StateSegments:
         """Return the rank's segments in the single-device kernel's format."""
-        takes = tuple(x.segment for x in self.taken[rank])
-        gives = tuple(x.segment for x in self.given[rank])
-        return Segments(PackedDocuments.of(self.ends[rank]), takes, gives)
+        received_segments = tuple(x.segment for x in self.taken[rank])
+        sent_segments = tuple(x.segment for x in self.given[rank])
+        return StateSegments(PackedDocuments.of(self.ends[rank]), received_segments, sent_segments)
 
 
 class _Segment(NamedTuple):
@@ -145,10 +145,10 @@ def _build_plan(layout: SequenceLayout, cu_seqlens: tuple[int, ...], causal: boo
     ends: list[tuple[int, ...]] = []
     for own in by_rank:
         # A document within one segment needs no remote state.
-        opened = [Open(x.document, x.start, n) for n, x in enumerate(own) if len(starts[x.document]) > 1]
+        split_segments = [Open(x.document, x.start, n) for n, x in enumerate(own) if len(starts[x.document]) > 1]
         # If causal, a document's last segment sends its state to no segment, and its first receives from no segment.
-        given.append(tuple(x for x in opened if not causal or x.start != last[x.document]))
-        taken.append(tuple(x for x in opened if not causal or x.start != first[x.document]))
+        given.append(tuple(x for x in split_segments if not causal or x.start != last[x.document]))
+        taken.append(tuple(x for x in split_segments if not causal or x.start != first[x.document]))
         ends.append(tuple(itertools.accumulate((x.stop - x.start for x in own), initial=0)))
     return StatePlan(layout, cu_seqlens, causal, ends=tuple(ends), given=tuple(given), taken=tuple(taken))
 

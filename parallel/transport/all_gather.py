@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel.comm.communicator import Pending
+from parallel.comm.communicator import PendingTensors
 from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
-from parallel.schedule.schedule import Schedule
-from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
-from parallel.transport.exchange import widened
+from parallel.schedule.attention_schedule import Schedule
+from parallel.transport.kv_block import KeysAndValues, KVBlock, PartialResult, merge_block_
+from parallel.transport.ring_exchange import widened
 
 
 class AllGather:
@@ -37,11 +37,11 @@ class AllGather:
     def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
         own = (k_BnKD, v_BnKV)
         # In flight while this rank computes with its own rows.
-        gathering = self._gather(own)
+        pending = self._gather(own)
         out, lse = compute(self._own_block(own))
-        if gathering is not None:
+        if pending is not None:
             # Local rows first, then all others: a fixed order of additions.
-            block = self._others_block(gathering.wait())
+            block = self._others_block(pending.wait())
             merge_block_(out, lse, block, compute(block))
         return out, lse
 
@@ -49,12 +49,12 @@ class AllGather:
         own = (k_BnKD, v_BnKV)
         # Gathered again instead of saved: saved activations would keep all ranks' keys and values through the full
         # forward.
-        gathering = self._gather(own)
+        pending = self._gather(own)
         own_gradients = widened(compute(self._own_block(own)))
-        if gathering is not None:
-            gradients = compute(self._others_block(gathering.wait()))
+        if pending is not None:
+            gradients = compute(self._others_block(pending.wait()))
             for total, gradient in zip(own_gradients, gradients, strict=True):
-                self._return_to_owners(total, gradient)
+                self._reduce_gradients(total, gradient)
         return own_gradients
 
     def _own_block(self, own: KeysAndValues) -> KVBlock:
@@ -65,25 +65,27 @@ class AllGather:
         queries = slice(0, self.schedule.layout.num_ring(self.mesh.ring_rank))
         return KVBlock(keys, values, queries, self.schedule.gathered_work(self.mesh.ring_rank))
 
-    def _gather(self, own: KeysAndValues) -> _Gathering | None:
+    def _gather(self, own: KeysAndValues) -> _PendingGather | None:
         """Start the gather; return None if the ring degree is 1."""
         if self.mesh.ring_degree == 1:
             return None
         group = self.mesh.ring_group
         assert group is not None
-        doing = "gathering keys and values"
-        return _Gathering(*self.mesh.comm.start_all_gather(*own, group=group, doing=doing, kind=Kind.GATHERED_KEYS))
+        operation = "gathering keys and values"
+        return _PendingGather(
+            *self.mesh.comm.start_all_gather(*own, group=group, operation=operation, kind=Kind.GATHERED_KEYS)
+        )
 
-    def _return_to_owners(self, total_BnKD: Tensor, gradient_BsKD: Tensor) -> None:
+    def _reduce_gradients(self, total_BnKD: Tensor, gradient_BsKD: Tensor) -> None:
         """Send each rank its rows' gradients, and add those for this rank's rows to ``total``, in place."""
         degree, num_own = self.mesh.ring_degree, total_BnKD.shape[1]
         by_owner = gradient_BsKD.unflatten(1, (degree, num_own)).transpose(0, 1)
-        outgoing = by_owner.to(self.communication_dtype or total_BnKD.dtype).contiguous()
+        send_buffer = by_owner.to(self.communication_dtype or total_BnKD.dtype).contiguous()
         assert self.mesh.ring_group is not None
         received = self.mesh.comm.all_to_all(
-            outgoing,
+            send_buffer,
             self.mesh.ring_group,
-            doing="returning gradients of gathered keys and values",
+            operation="returning gradients of gathered keys and values",
             kind=Kind.GATHERED_GRADIENTS,
         )
         # Ring order, from the next rank on, as in the other transports: sums depend neither on the transport nor on
@@ -93,11 +95,11 @@ class AllGather:
 
 
 @dataclass(frozen=True)
-class _Gathering:
+class _PendingGather:
     """Pending all-gather over keys and values."""
 
-    keys: Pending
-    values: Pending
+    keys: PendingTensors
+    values: PendingTensors
 
     def wait(self) -> KeysAndValues:
         """Return all ranks' keys and values. Raise ClusterError if a rank died or timed out."""

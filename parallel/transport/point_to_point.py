@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parallel.comm.communicator import Pending
+from parallel.comm.communicator import PendingTensors
 from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
-from parallel.runtime.spans import enter_hop
-from parallel.schedule.schedule import Schedule
-from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
-from parallel.transport.exchange import PendingGradients, RingExchange, take_rows, widened
+from parallel.runtime.activity import enter_hop
+from parallel.schedule.attention_schedule import Schedule
+from parallel.transport.kv_block import KeysAndValues, KVBlock, PartialResult, merge_block_
+from parallel.transport.ring_exchange import PendingGradients, RingExchange, take_rows, widened
 
 
 # Ring attention (Liu et al., arXiv 2310.01889) forwards complete KV blocks from neighbour to neighbour. Here each owner
@@ -44,14 +44,14 @@ class PointToPoint:
 
     def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
         own = (k_BnKD, v_BnKV)
-        arriving = self._fetch(own, 0)
+        pending_kv = self._fetch(own, 0)
         # Local keys first: each query sees at least itself, so out and lse cover all queries from here on.
         out, lse = compute(self._own_block(own))
         for number, hop in enumerate(self.hops):
             enter_hop(hop)
-            block = self._block(hop, arriving.wait())
+            block = self._block(hop, pending_kv.wait())
             # Prefetch: the next hop's rows are in flight while this hop computes.
-            arriving = self._fetch(own, number + 1)
+            pending_kv = self._fetch(own, number + 1)
             if block is not None:
                 # Exact for any block split: the log-sum-exps weight two softmax results over disjoint keys.
                 merge_block_(out, lse, block, compute(block))
@@ -59,12 +59,12 @@ class PointToPoint:
 
     def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
         own = (k_BnKD, v_BnKV)
-        arriving, returning = self._fetch(own, 0), PendingGradients()
+        pending_kv, returning = self._fetch(own, 0), PendingGradients()
         own_gradients = widened(compute(self._own_block(own)))
         for number, hop in enumerate(self.hops):
             enter_hop(hop)
-            block = self._block(hop, arriving.wait())
-            arriving = self._fetch(own, number + 1)
+            block = self._block(hop, pending_kv.wait())
+            pending_kv = self._fetch(own, number + 1)
             gradients = compute(block) if block is not None else None
             # The previous hop's gradients, in flight while this hop computed. Adding hop by hop fixes the summation
             # order.
@@ -74,15 +74,15 @@ class PointToPoint:
         returning.add_to(own_gradients)
         return own_gradients
 
-    def _fetch(self, own: KeysAndValues, number: int) -> Pending:
+    def _fetch(self, own: KeysAndValues, number: int) -> PendingTensors:
         """Start a hop's exchange: receive rows from its owner, and send local rows to its receiver."""
         if number == len(self.hops):  # past the last hop
-            return Pending()
+            return PendingTensors()
         hop = self.hops[number]
         owner, receiver = self._owner(hop), self._receiver(hop)
-        outgoing = take_rows(own, self.schedule.rows_needed(receiver, self.rank))
+        send_tensors = take_rows(own, self.schedule.rows_needed(receiver, self.rank))
         rows = self.schedule.hop(self.rank, owner).num_rows
-        return self.exchange.keys(outgoing, to=receiver, like=own, rows=rows, source=owner, kind=Kind.KEYS)
+        return self.exchange.keys(send_tensors, to=receiver, like=own, rows=rows, source=owner, kind=Kind.KEYS)
 
     def _return_to_owner(self, own: KeysAndValues, gradients: KeysAndValues | None, hop: int) -> PendingGradients:
         """Start the return: send gradients to the rows' owner, and receive those for local rows."""
@@ -104,8 +104,8 @@ class PointToPoint:
         assert rows is not None, "a rank has rows of its own"
         return KVBlock.of_hop(hop, rows)
 
-    def _block(self, hop: int, arrived: KeysAndValues) -> KVBlock | None:
+    def _block(self, hop: int, received: KeysAndValues) -> KVBlock | None:
         """Return a hop's block; None if no local query sees the owner's rows."""
-        if not arrived:
+        if not received:
             return None
-        return KVBlock.of_hop(self.schedule.hop(self.rank, self._owner(hop)), arrived)
+        return KVBlock.of_hop(self.schedule.hop(self.rank, self._owner(hop)), received)

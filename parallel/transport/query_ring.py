@@ -14,20 +14,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.contract import merge_
+from longctx.kernels.attention.kernel_interface import merge_
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.tensor_bytes import as_bytes
-from parallel.comm.communicator import Pending
+from parallel.comm.communicator import PendingTensors
 from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
-from parallel.runtime.spans import enter_hop
-from parallel.transport.block import PartialResult
+from parallel.runtime.activity import enter_hop
+from parallel.transport.kv_block import PartialResult
 
 Compute = Callable[[Tensor, int], PartialResult]
 """Compute the partial result over this rank's keys for queries from the rank ``hop`` positions before it."""
 
 
-def attend_by_visits(mesh: Mesh, q_BtHD: Tensor, value_dim: int, compute: Compute) -> PartialResult:
+def query_ring_attention(mesh: Mesh, q_BtHD: Tensor, value_dim: int, compute: Compute) -> PartialResult:
     """Compute attention over all ranks' keys for this rank's queries. Collective.
 
     ::
@@ -37,13 +37,13 @@ def attend_by_visits(mesh: Mesh, q_BtHD: Tensor, value_dim: int, compute: Comput
         in flight   q of hop 1      q of hop 2                 q of hop 3, results of hop 1
     """
     q_BtHD = q_BtHD.contiguous()
-    arriving = _send_queries(mesh, q_BtHD, hop=1)
+    pending_queries = _send_queries(mesh, q_BtHD, hop=1)
     out, lse = compute(q_BtHD, 0)
-    returning = Pending()
+    returning = PendingTensors()
     for hop in range(1, mesh.context):
         enter_hop(hop)
-        (visitors,) = arriving.wait()
-        arriving = _send_queries(mesh, q_BtHD, hop + 1)
+        (visitors,) = pending_queries.wait()
+        pending_queries = _send_queries(mesh, q_BtHD, hop + 1)
         part = compute(visitors, hop)
         # The previous hop's results, in flight while this hop computed. Merging hop by hop fixes the summation order.
         _merge(out, lse, returning)
@@ -62,7 +62,7 @@ def merge_gathered(mesh: Mesh, part: PartialResult) -> PartialResult:
     gathered = mesh.comm.all_gather(
         packed,
         mesh.context_group,
-        doing="gathering attention over the keys of its cache",
+        operation="gathering attention over the keys of its cache",
         kind=Kind.CACHED_RESULTS,
     )
     lse_bytes = lse.numel() * lse.element_size()
@@ -75,40 +75,40 @@ def merge_gathered(mesh: Mesh, part: PartialResult) -> PartialResult:
     return out, lse
 
 
-def _send_queries(mesh: Mesh, q_BtHD: Tensor, hop: int) -> Pending:
+def _send_queries(mesh: Mesh, q_BtHD: Tensor, hop: int) -> PendingTensors:
     """Start a hop: send local queries to the rank ``hop`` ahead, and receive those from the rank ``hop`` behind."""
     if hop >= mesh.context:  # past the last hop
-        return Pending()
+        return PendingTensors()
     buffers = (torch.empty_like(q_BtHD),)
     return _start(mesh, (q_BtHD,), buffers, to=hop, source=-hop, kind=Kind.QUERIES)
 
 
-def _return_results(mesh: Mesh, part: PartialResult, q_BtHD: Tensor, value_dim: int, hop: int) -> Pending:
+def _return_results(mesh: Mesh, part: PartialResult, q_BtHD: Tensor, value_dim: int, hop: int) -> PendingTensors:
     """Start the return: send results to the queries' owner, and receive those for local queries."""
     shape = q_BtHD.shape[:-1]
     out = q_BtHD.new_empty((*shape, value_dim), dtype=accumulate_dtype(q_BtHD.dtype))
     lse = q_BtHD.new_empty(shape, dtype=torch.float64)
-    outgoing = [x.contiguous() for x in part]
-    return _start(mesh, outgoing, (out, lse), to=-hop, source=hop, kind=Kind.RESULTS)
+    send_tensors = [x.contiguous() for x in part]
+    return _start(mesh, send_tensors, (out, lse), to=-hop, source=hop, kind=Kind.RESULTS)
 
 
-def _merge(out: Tensor, lse: Tensor, returning: Pending) -> None:
+def _merge(out: Tensor, lse: Tensor, returning: PendingTensors) -> None:
     received = returning.wait()
     if received:
         merge_(out, lse, *received)
 
 
 def _start(
-    mesh: Mesh, outgoing: Sequence[Tensor], buffers: tuple[Tensor, ...], *, to: int, source: int, kind: Kind
-) -> Pending:
+    mesh: Mesh, send_tensors: Sequence[Tensor], buffers: tuple[Tensor, ...], *, to: int, source: int, kind: Kind
+) -> PendingTensors:
     """Send to the rank ``to`` positions after this one, and receive from the rank ``source`` positions after it."""
     receiver, sender = (mesh.context_peer((mesh.context_rank + by) % mesh.context) for by in (to, source))
     assert mesh.context_group is not None
     return mesh.comm.send_recv(
-        {receiver: outgoing},
+        {receiver: send_tensors},
         {sender: buffers},
         mesh.context_group,
-        doing=f"exchanging {kind.words} with ranks {receiver} (to) and {sender} (from)",
+        operation=f"exchanging {kind.words} with ranks {receiver} (to) and {sender} (from)",
         kind=kind,
         hop=max(to, source),
     )

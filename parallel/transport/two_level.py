@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
-from parallel.comm.communicator import Pending
+from parallel.comm.communicator import PendingTensors
 from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
-from parallel.runtime.spans import enter_hop
-from parallel.schedule.rows import RowRanges
-from parallel.schedule.schedule import Schedule
-from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
-from parallel.transport.exchange import PendingGradients, RingExchange, add_rows_, take_rows, widened
+from parallel.runtime.activity import enter_hop
+from parallel.schedule.attention_schedule import Schedule
+from parallel.schedule.row_ranges import RowRanges
+from parallel.transport.kv_block import KeysAndValues, KVBlock, PartialResult, merge_block_
+from parallel.transport.ring_exchange import PendingGradients, RingExchange, add_rows_, take_rows, widened
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class NodeRing:
         steps = {(receiver // self.node_size - self.node) % self.num_nodes for receiver in receivers}
         # Rows that circulate in the node are those that some rank in it needs.
         for mate in self.ranks_in_node(self.node):
-            owners = schedule.partners(mate).owners
-            steps |= {(self.node - owner // self.node_size) % self.num_nodes for owner in owners}
+            kv_ranks = schedule.partners(mate).kv_ranks
+            steps |= {(self.node - owner // self.node_size) % self.num_nodes for owner in kv_ranks}
         return sorted(steps - {0})
 
 
@@ -84,7 +84,7 @@ class HeldRows:
 
     def needed_by(self, receiver: int, schedule: Schedule) -> RowRanges:
         """Return the held rows that some query on a ring rank sees."""
-        return schedule.rows_needed(receiver, self.owner).located_in(self.rows)
+        return schedule.rows_needed(receiver, self.owner).positions_in(self.rows)
 
 
 # Links between nodes are slower than inside a node, and several ranks in a node often need the same remote row. So each
@@ -151,23 +151,23 @@ class TwoLevel:
         for number, step in enumerate(self.steps):
             owner = self.ring.owner(step, 0)
             self.ring.enter_hop(owner)
-            arrived = crossing.wait()
-            if not arrived:
+            received = crossing.wait()
+            if not received:
                 # No rank in this node needs that owner's rows. The hops still run, without rows, to match the other
                 # ranks.
                 k, v = own
-                arrived = (k[:, :0], v[:, :0])
+                received = (k[:, :0], v[:, :0])
             crossing = self._fetch_across(own, number + 1)
-            yield step, HeldRows(owner, self._rows_to_node(owner, self.ring.node), arrived)
+            yield step, HeldRows(owner, self._rows_to_node(owner, self.ring.node), received)
 
     def _hops(self, step: int, held: HeldRows) -> Iterator[KVBlock | None]:
         """Yield a step's blocks hop by hop (None if empty), while the next hop's rows are in flight."""
-        arriving = self._hand_round(step, held, hop=1)
+        pending_kv = self._send_within_node(step, held, hop=1)
         yield self._block(held.owner, take_rows(held.tensors, held.needed_by(self.rank, self.schedule)))
         for hop in range(1, self.ring.node_size):
             self.ring.enter_hop(self.ring.owner(step, hop))
-            block = self._block(self.ring.owner(step, hop), arriving.wait())
-            arriving = self._hand_round(step, held, hop + 1)
+            block = self._block(self.ring.owner(step, hop), pending_kv.wait())
+            pending_kv = self._send_within_node(step, held, hop + 1)
             yield block
 
     def _gradients_of_step(
@@ -188,26 +188,28 @@ class TwoLevel:
         returning.add_to(total)
         return total
 
-    def _fetch_across(self, own: KeysAndValues, number: int) -> Pending:
+    def _fetch_across(self, own: KeysAndValues, number: int) -> PendingTensors:
         """Start a step's exchange between nodes: receive rows to hold, and send local rows to the counterpart."""
         if number == len(self.steps):
-            return Pending()
+            return PendingTensors()
         step = self.steps[number]
         owner, receiver = self.ring.owner(step, 0), self.ring.counterpart(step)
-        outgoing = take_rows(own, self._rows_to_node(self.rank, self.ring.node + step))
+        send_tensors = take_rows(own, self._rows_to_node(self.rank, self.ring.node + step))
         rows = self._rows_to_node(owner, self.ring.node).num_rows
         return self.exchange.keys(
-            outgoing, to=receiver, like=own, rows=rows, source=owner, kind=Kind.KEYS_BETWEEN_NODES
+            send_tensors, to=receiver, like=own, rows=rows, source=owner, kind=Kind.KEYS_BETWEEN_NODES
         )
 
-    def _hand_round(self, step: int, held: HeldRows, hop: int) -> Pending:
+    def _send_within_node(self, step: int, held: HeldRows, hop: int) -> PendingTensors:
         """Start a hop's exchange inside the node: receive rows from their holder, and send held rows to a neighbour."""
         if hop == self.ring.node_size:
-            return Pending()
+            return PendingTensors()
         receiver, holder = self.ring.neighbour(hop), self.ring.neighbour(-hop)
-        outgoing = take_rows(held.tensors, held.needed_by(receiver, self.schedule))
+        send_tensors = take_rows(held.tensors, held.needed_by(receiver, self.schedule))
         rows = self.schedule.hop(self.rank, self.ring.owner(step, hop)).num_rows
-        return self.exchange.keys(outgoing, to=receiver, like=held.tensors, rows=rows, source=holder, kind=Kind.KEYS)
+        return self.exchange.keys(
+            send_tensors, to=receiver, like=held.tensors, rows=rows, source=holder, kind=Kind.KEYS
+        )
 
     def _return_to_holder(self, held: HeldRows, gradients: KeysAndValues | None, hop: int) -> PendingGradients:
         """Start returning a hop's gradients to the neighbour that holds the rows."""
@@ -227,23 +229,23 @@ class TwoLevel:
             gradients, to=owner, like=own, rows=rows, source=receiver, kind=Kind.GRADIENTS_BETWEEN_NODES
         )
 
-    def _block(self, owner: int, arrived: KeysAndValues | None) -> KVBlock | None:
-        if not arrived:
+    def _block(self, owner: int, received: KeysAndValues | None) -> KVBlock | None:
+        if not received:
             return None
-        return KVBlock.of_hop(self.schedule.hop(self.rank, owner), arrived)
+        return KVBlock.of_hop(self.schedule.hop(self.rank, owner), received)
 
     def _as_held_rows(self, held: HeldRows, gradients: KeysAndValues | None) -> KeysAndValues | None:
         """Expand gradients from the rows that this rank needed to all rows that it holds."""
         rows = self.schedule.hop(self.rank, held.owner).rows
         if rows == held.rows:
             return gradients
-        return _spread(gradients, rows.located_in(held.rows), like=held.tensors)
+        return _scatter_gradients(gradients, rows.positions_in(held.rows), like=held.tensors)
 
     def _rows_to_node(self, owner: int, node: int) -> RowRanges:
         return self.schedule.rows_to_node(owner, self.ring.ranks_in_node(node))
 
 
-def _spread(gradients: KeysAndValues | None, rows: RowRanges, *, like: KeysAndValues) -> KeysAndValues:
+def _scatter_gradients(gradients: KeysAndValues | None, rows: RowRanges, *, like: KeysAndValues) -> KeysAndValues:
     """Return gradients for all rows in ``like``: those given for ``rows``, zeros elsewhere."""
     k, v = like
     total = (

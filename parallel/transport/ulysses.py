@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
-from parallel.comm.groups import ProcessGroup
 from parallel.comm.messages.kinds import Kind
+from parallel.comm.process_groups import ProcessGroup
 from parallel.mesh import Mesh
-from parallel.schedule.heads import HeadRange, HeadSplit
+from parallel.schedule.head_split import HeadRange, HeadSplit
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ def rows_to_heads(x_BtHD: Tensor, ranges: Sequence[HeadRange], mesh: Mesh, group
     start, stop = ranges[mesh.ulysses_rank]
     u, h = len(ranges), stop - start
     # Parts are flat because ranks may hold different numbers of heads. Ulysses ranks are in row order.
-    outgoing = [x_BtHD[:, :, first:last].reshape(-1) for first, last in ranges]
-    received = _all_to_all(outgoing, [B * t * h * D] * u, mesh, group)
+    send_parts = [x_BtHD[:, :, first:last].reshape(-1) for first, last in ranges]
+    received = _all_to_all(send_parts, [B * t * h * D] * u, mesh, group)
     return received.view(u, B, t, h, D).transpose(0, 1).reshape(B, u * t, h, D)
 
 
@@ -125,9 +125,9 @@ def heads_to_rows(
     """Apply the inverse: return local rows for all heads, [B, t, H, D]; sum heads on several ranks in rank order."""
     B, T, _, D = x_BThD.shape
     t = T // len(ranges)
-    outgoing = [part.reshape(-1) for part in x_BThD.split(t, dim=1)]
+    send_parts = [part.reshape(-1) for part in x_BThD.split(t, dim=1)]
     sizes = [B * t * (stop - start) * D for start, stop in ranges]
-    received = _all_to_all(outgoing, sizes, mesh, group)
+    received = _all_to_all(send_parts, sizes, mesh, group)
     # A key head on several ranks has one gradient per rank; add them in rank order.
     out = x_BThD.new_zeros(B, t, num_heads, D)
     for (start, stop), part in zip(ranges, received.split(sizes), strict=True):
@@ -135,9 +135,9 @@ def heads_to_rows(
     return out
 
 
-def _all_to_all(outgoing: Sequence[Tensor], sizes: Sequence[int], mesh: Mesh, group: ProcessGroup) -> Tensor:
+def _all_to_all(send_parts: Sequence[Tensor], sizes: Sequence[int], mesh: Mesh, group: ProcessGroup) -> Tensor:
     """Send each rank its part; return the received parts concatenated, ``sizes`` values from each rank."""
-    outgoing_sizes = [part.numel() for part in outgoing]
+    send_sizes = [part.numel() for part in send_parts]
     return mesh.comm.all_to_all(
-        torch.cat(list(outgoing)), group, doing="exchanging heads", counts=(outgoing_sizes, sizes), kind=Kind.HEADS
+        torch.cat(list(send_parts)), group, operation="exchanging heads", counts=(send_sizes, sizes), kind=Kind.HEADS
     )

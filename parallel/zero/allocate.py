@@ -20,8 +20,8 @@ from torch import nn
 
 from longctx.model.layers.initialize import initial_buffer
 from longctx.objectives.task import Task
+from parallel.zero.model_tensors import ExpertsAcrossRanks
 from parallel.zero.swapping import WeightSwapper
-from parallel.zero.tensors import ExpertsAcrossRanks
 
 
 def allocate(
@@ -55,7 +55,7 @@ def allocate(
 
 
 @contextmanager
-def nothing_is_sent() -> Iterator[None]:
+def disable_broadcast() -> Iterator[None]:
     """Disable the weight broadcast in DeepSpeed engines created within the block: each rank keeps its weights."""
     broadcast = DeepSpeedEngine._broadcast_model
     DeepSpeedEngine._broadcast_model = lambda engine: None  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
-from parallel.zero.options import ZeroOptions, aligns, overlaps, update_size
+from parallel.zero.zero_options import ZeroOptions, aligns, overlaps, update_size
 
 
 def deepspeed_config(

@@ -28,15 +28,15 @@ from deepspeed.runtime.utils import is_invalid_grad_norm
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator
-from parallel.comm.groups import world_group
+from parallel.comm.process_groups import world_group
 
-Accept = Callable[[float], bool]
+UpdateCheck = Callable[[float], bool]
 """Decides whether to update with a gradient of this finite norm; same result on every rank and for repeated calls."""
 
 _OPTIMIZERS = (stage_1_and_2, stage3, bf16_optimizer)
 """Each calls this check on the global norm before it clips, updates or counts a step; if invalid, it clears gradients.
 """
-_ASKED = is_invalid_grad_norm.__name__
+_NORM_CHECK = is_invalid_grad_norm.__name__
 
 
 def named_gradients(
@@ -70,7 +70,7 @@ def not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 def named_on_any_rank(found: Tensor, names: Iterable[str]) -> list[str]:
     """Return the names flagged in ``found`` on any rank. Collective; overwrites ``found``."""
-    Communicator().all_reduce(found, world_group(), doing="looking for gradients that are not finite", largest=True)
+    Communicator().all_reduce(found, world_group(), operation="looking for gradients that are not finite", largest=True)
     return [name for name, one in zip(names, found.tolist(), strict=True) if one]
 
 
@@ -81,29 +81,29 @@ class Seen:
     """Norm; None if it was not finite."""
 
 
-def everything(norm: float) -> bool:
+def always_update(norm: float) -> bool:
     """Accept any norm."""
     return True
 
 
 @contextmanager
-def refusing(accept: Accept) -> Iterator[Seen]:
-    """Make ZeRO's optimizers skip an update if ``accept`` rejects the norm, and clear the gradients."""
+def refusing(should_update: UpdateCheck) -> Iterator[Seen]:
+    """Make ZeRO's optimizers skip an update if ``should_update`` rejects the norm, and clear the gradients."""
     seen = Seen()
 
     def is_invalid(norm: Any) -> bool:
         if is_invalid_grad_norm(norm):
             return True
         seen.norm = float(norm)
-        return not accept(seen.norm)
+        return not should_update(seen.norm)
 
     for module in _OPTIMIZERS:
-        setattr(module, _ASKED, is_invalid)
+        setattr(module, _NORM_CHECK, is_invalid)
     try:
         yield seen
     finally:
         for module in _OPTIMIZERS:
-            setattr(module, _ASKED, is_invalid_grad_norm)
+            setattr(module, _NORM_CHECK, is_invalid_grad_norm)
 
 
 def record_queued_gradients(optimizer: Any) -> None:

@@ -86,7 +86,7 @@ def import_muon() -> None:
 
 def fill_moments(inner: torch.optim.Optimizer, masters: list[Tensor]) -> None:
     """Create zero moments and a step counter for masters that lack them."""
-    muons = getattr(inner, "flats", {})
+    muons = getattr(inner, "flat_buffers", {})
     for p in masters:
         # A rank may hold no part of a buffer, and a resumed run already has moments.
         if p.numel() and not inner.state[p]:

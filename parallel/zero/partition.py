@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.objectives.task import Task
-from parallel.comm.groups import ProcessGroup, groups_of_library
-from parallel.zero.allocate import allocate, nothing_is_sent
+from parallel.comm.process_groups import ProcessGroup, groups_of_library
+from parallel.zero.allocate import allocate, disable_broadcast
 from parallel.zero.cpu_adam import build_cpu_adam
 from parallel.zero.deepspeed_config import accelerator, deepspeed_config
-from parallel.zero.gradients import Accept, record_queued_gradients, refusing
-from parallel.zero.muon import FlatMatrices, Held, Matrices, Muon
+from parallel.zero.gradients import UpdateCheck, record_queued_gradients, refusing
+from parallel.zero.model_tensors import ModelTensors
 from parallel.zero.optimizer import MASTER, AdamW, OptimizerOptions, fill_moments, masters_of, optimizer_groups
-from parallel.zero.options import ZeroOptions, uses_fused_adamw
 from parallel.zero.swapping import SwapSpace, WeightSwapper, swap_space
-from parallel.zero.tensors import ModelTensors
+from parallel.zero.zero_muon import FlatMatrices, Matrices, MatrixRange, Muon
+from parallel.zero.zero_options import ZeroOptions, uses_fused_adamw
 
 WORKING = "weight of forward"
 """Role for the weight that forward reads, if it is not the master."""
@@ -84,7 +84,7 @@ class Wrapping:
         # total. The imports have created a million live objects, so freeze them.
         gc.freeze()
         try:
-            with redirect_stdout(io.StringIO()), groups_of_library(), nothing_is_sent():
+            with redirect_stdout(io.StringIO()), groups_of_library(), disable_broadcast():
                 # Any: DeepSpeed's types list a dozen optimizers, but not the attributes used here.
                 engine: Any = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
         finally:
@@ -118,22 +118,22 @@ class Partition(ABC):
         self._matrices = wrapping.matrices
         self.engine: Any = wrapping.start(clip_norm=clip_norm)
         if isinstance(self.inner, Muon):
-            self.inner.flats = dict(self._flat_matrices(self.inner))
+            self.inner.flat_buffers = dict(self._flat_matrices(self.inner))
 
     @property
     def inner(self) -> torch.optim.Optimizer:
         """AdamW inside the optimizers that wrap it."""
         return self.engine.optimizer.optimizer
 
-    def update(self, accept: Accept) -> tuple[float, bool]:
+    def update(self, should_update: UpdateCheck) -> tuple[float, bool]:
         """Clip the gradients, update masters and weights, and clear the gradients.
 
         Return the norm before clipping, and True if the update ran. It is skipped on all ranks if the norm is not
-        finite, or if ``accept`` rejects it. Gradients are cleared in either case. Collective.
+        finite, or if ``should_update`` rejects it. Gradients are cleared in either case. Collective.
         """
         # Stages 1 to 3 silently skip the update on all ranks as soon as one rank's partition is not finite
         # (``optimizer.overflow``; stage 2 does so in bfloat16 because ``check_grad_overflow`` is set).
-        with refusing(accept) as seen:
+        with refusing(should_update) as seen:
             self.engine.step()
         if not self.engine.optimizer.overflow:
             return float(self.engine.get_global_grad_norm()), True
@@ -154,7 +154,7 @@ class Partition(ABC):
         return [list(self._model.network.named_parameters())]
 
     @contextmanager
-    def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
+    def in_memory(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
         """Keep masters and moments for a group's parameters in memory within the block.
 
         With ``moments``, create missing moments: DeepSpeed and AdamW do so only at the first step. With ``writes``,
@@ -172,7 +172,7 @@ class Partition(ABC):
         return ROLES
 
     @abstractmethod
-    def flats(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
+    def flat_buffers(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
         """Yield each tensor that the optimizer updates, with the parameters, by name, that it contains.
 
         The order is equal on all ranks that hold the same weights, even if they hold no part of a parameter.
@@ -180,7 +180,7 @@ class Partition(ABC):
 
     def _flat_matrices(self, inner: Muon) -> Iterator[tuple[int, FlatMatrices]]:
         """Yield the matrices in each tensor that Muon updates, by the tensor's id."""
-        for flat, parameters in self.flats():
+        for flat, parameters in self.flat_buffers():
             held = []
             for name, p in parameters:
                 if name not in self._matrices:
@@ -189,7 +189,7 @@ class Partition(ABC):
                 if extent.numel:
                     own = self.part(name, p, (MASTER,))[MASTER]
                     at = int(own.storage_offset()) - int(flat.storage_offset())
-                held.append(Held(self._matrices[name], extent.start, extent.numel, at))
+                held.append(MatrixRange(self._matrices[name], extent.start, extent.numel, at))
             else:
                 first = parameters[0][0]
                 group = None
@@ -203,7 +203,7 @@ class Partition(ABC):
 
     @abstractmethod
     def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
-        """Return, by role, a flat tensor with this rank's part of a ``resident`` parameter.
+        """Return, by role, a flat tensor with this rank's part of a ``in_memory`` parameter.
 
         Only the first ``extent.numel`` values count; padding may follow.
         """
@@ -216,7 +216,7 @@ class Partition(ABC):
         """Return True if this rank provides its part of the ``index``-th parameter."""
         return True
 
-    def alike(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
+    def replicated_tensors(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's tensors that other ranks hold with equal bits, by role; full or empty."""
         return {}
 

@@ -18,8 +18,8 @@ from longctx.model.decoder import external_parameters
 from longctx.model.experts.experts import is_expert_weight
 from longctx.model.mtp import MtpJoin
 from parallel.comm.communicator import Communicator
-from parallel.comm.groups import ProcessGroup
-from parallel.zero.gradients import Accept, named_gradients
+from parallel.comm.process_groups import ProcessGroup
+from parallel.zero.gradients import UpdateCheck, named_gradients
 from parallel.zero.optimizer import MASTER, MOMENTS, fill_moments, masters_of
 from parallel.zero.partition import WORKING, Extent, Partition, Wrapping
 from parallel.zero.swapping import WeightSwapper
@@ -41,18 +41,18 @@ class Whole(Partition):
     def inner(self) -> torch.optim.Optimizer:
         return self.engine.optimizer
 
-    def update(self, accept: Accept) -> tuple[float, bool]:
+    def update(self, should_update: UpdateCheck) -> tuple[float, bool]:
         """Check the norm first: DeepSpeed would update even with a non-finite gradient."""
         # Gradients are averaged, so the norm is equal on every rank: either all update, or all skip.
         norm = self._gradient_norm()
-        taken = math.isfinite(norm) and accept(norm)
+        taken = math.isfinite(norm) and should_update(norm)
         if taken:
             self._clip_gradients(norm)
             self.engine.step()
         else:
             # Skip: DeepSpeed counts the step's micro-batches and clears their gradients, while its optimizer does no
             # update.
-            self.engine.optimizer.step, update = _nothing, self.engine.optimizer.step
+            self.engine.optimizer.step, update = _skip_update, self.engine.optimizer.step
             try:
                 self.engine.step()
             finally:
@@ -67,7 +67,7 @@ class Whole(Partition):
     def extent(self, name: str, p: nn.Parameter) -> Extent:
         return Extent(0, p.numel())
 
-    def flats(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
+    def flat_buffers(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
         for name, p in self._model.network.named_parameters():
             yield p, [(name, p)]
 
@@ -84,7 +84,7 @@ class Whole(Partition):
     def answers_for(self, index: int, name: str) -> bool:
         return self._tensors.answers_for(index, name)
 
-    def alike(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
+    def replicated_tensors(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
         if self._tensors.replicas(name) is None:
             return {}
         found = {MASTER: p.detach()}
@@ -107,7 +107,7 @@ class Whole(Partition):
         norms = [torch.nn.utils.get_total_norm(part) for part in (of_others, of_experts)]
         squares = torch.stack([norm.double() ** 2 for norm in norms])
         assert experts.ep_group is not None
-        Communicator().all_reduce(squares[1], experts.ep_group, doing="adding up gradient norms of experts")
+        Communicator().all_reduce(squares[1], experts.ep_group, operation="adding up gradient norms of experts")
         return float(squares.sum().sqrt())
 
     def _clip_gradients(self, norm: float) -> None:
@@ -120,7 +120,7 @@ class Whole(Partition):
                 p.grad.mul_(factor)
 
 
-def _nothing() -> None:
+def _skip_update() -> None:
     """Replace the optimizer update in a skipped step."""
 
 
@@ -151,7 +151,7 @@ class Flat(Partition):
             groups, gradients = zero.params_in_partition, zero.averaged_gradients
         return named_gradients(self._model.network, groups, gradients)
 
-    def flats(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
+    def flat_buffers(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
         names = {id(p): name for name, p in self._model.network.named_parameters()}
         zero = self.engine.optimizer
         groups = zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups
@@ -166,8 +166,8 @@ class Flat(Partition):
         return Extent(address.start, address.numel)
 
     @contextmanager
-    def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
-        with super().resident(group, moments=moments):
+    def in_memory(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
+        with super().in_memory(group, moments=moments):
             if moments:
                 # DeepSpeed links parameters to their moment ranges only once, and these moments are new: link again.
                 self.engine.optimizer._hp_optimizer_states_linked = False
@@ -184,7 +184,7 @@ class Flat(Partition):
                 values[role] = fragment.get_hp_fragment(role)
         return values
 
-    def alike(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
+    def replicated_tensors(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
         if self._tensors.replicas(name) is None:
             return {}
         return {WORKING: p.detach()}
@@ -214,11 +214,11 @@ class Sharded(Partition):
             set_z3_leaf_modules(wrapping.model, leaves)
         super().__init__(wrapping, wrapping.options.clip_norm)
 
-    def update(self, accept: Accept) -> tuple[float, bool]:
+    def update(self, should_update: UpdateCheck) -> tuple[float, bool]:
         # Release weights that were read ahead: DeepSpeed assumes that a weight found in memory stays there.
         if self._swapper is not None:
             self._swapper.release_all()
-        return super().update(accept)
+        return super().update(should_update)
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         zero = self.engine.optimizer
@@ -239,7 +239,7 @@ class Sharded(Partition):
         start = p.ds_zero_partition_rank * count  # type: ignore[attr-defined]
         return Extent(start, self._num_own(name, p, count))
 
-    def flats(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
+    def flat_buffers(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
         yield from zip(self.engine.optimizer.fp32_partitioned_groups_flat, self.groups(), strict=True)
 
     def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
@@ -248,7 +248,7 @@ class Sharded(Partition):
         return [[(names[id(p)], p) for p in group] for group in self.engine.optimizer.fp16_groups]
 
     @contextmanager
-    def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
+    def in_memory(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
         zero = self.engine.optimizer
         # The optimizer receives one flat group at a time during a step; between steps it has no groups.
         flat = zero.fp32_partitioned_groups_flat[group]
@@ -262,7 +262,7 @@ class Sharded(Partition):
                 fill_moments(self.inner, [flat])
             yield
             if writes:
-                self._forget_weights(group)
+                self._release_weights(group)
                 zero._reassign_or_swap_out_partitioned_parameters(group)
             if keeps:
                 zero._optimizer_states_and_gradient_swap_out(group)
@@ -296,7 +296,7 @@ class Sharded(Partition):
         """Swapper for weights on disk; None without weight offload."""
         return next(self._model.parameters()).nvme_swapper  # type: ignore[attr-defined]
 
-    def _forget_weights(self, group: int) -> None:
+    def _release_weights(self, group: int) -> None:
         """Free gathered and prefetched tensors with a sub-group's old weights."""
         for p in self.engine.optimizer.fp16_groups[group]:
             if p.ds_status == ZeroParamStatus.AVAILABLE:

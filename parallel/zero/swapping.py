@@ -24,7 +24,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from torch import Tensor
 
 from longctx.swap_file import SwapFile
-from parallel.zero.options import ZeroOptions
+from parallel.zero.zero_options import ZeroOptions
 
 LEAST_BYTES = 1 << 20
 """Smaller weight parts stay in memory, as in DeepSpeed's optimizer swapping: a transfer would not pay."""
@@ -128,7 +128,7 @@ class WeightSwapper:
     def __init__(self, space: SwapSpace, dtype: torch.dtype, *, persistence_threshold: int) -> None:
         """Keep parts up to ``persistence_threshold`` values in memory: they may belong to a persistent parameter."""
         self._space, self._dtype, self._threshold = space, dtype, persistence_threshold
-        self._reading: dict[Any, tuple[Tensor, list[Future[None]]]] = {}
+        self._pending_reads: dict[Any, tuple[Tensor, list[Future[None]]]] = {}
         """Parameters whose parts are being read."""
         self._held: dict[Any, None] = {}
         """Parameters whose parts are in memory, in order."""
@@ -156,22 +156,22 @@ class WeightSwapper:
         """Start reading parts; with ``async_op=False``, finish as well."""
         for p in params:
             # A prefetch lists a parameter once per upcoming use.
-            if p not in self._reading and p not in self._held:
+            if p not in self._pending_reads and p not in self._held:
                 buffer = self._space.empty(p.ds_tensor.ds_numel, self._dtype)
-                self._reading[p] = buffer, self._space.file.read(_name(p), buffer)
+                self._pending_reads[p] = buffer, self._space.file.read(_name(p), buffer)
                 p.ds_tensor.status = PartitionedParamStatus.INFLIGHT
         if not async_op:
             self.synchronize_reads()
 
     def synchronize_reads(self) -> None:
         """Finish the reads that ``swap_in`` started. Raise OSError if the disk fails."""
-        for p, (buffer, futures) in self._reading.items():
+        for p, (buffer, futures) in self._pending_reads.items():
             for future in futures:
                 future.result()
             p.ds_tensor.data = buffer
             p.ds_tensor.status = PartitionedParamStatus.AVAILABLE
             self._held[p] = None
-        self._reading.clear()
+        self._pending_reads.clear()
 
     def remove_partition_and_release_buffers(self, params: Iterable[Any]) -> None:
         """Free the memory of parts that are on disk."""

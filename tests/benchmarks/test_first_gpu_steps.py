@@ -19,7 +19,7 @@ from longctx.kernels.attention.blockwise import BlockwiseKernel
 from longctx.kernels.cross_entropy import loss_sums
 from longctx.kernels.grouped import grouped_outer
 from longctx.kernels.rms_norm import rms_norm
-from longctx.model.kept import Copies
+from longctx.model.activation_offload import AsyncCopies
 
 CONTACT = next(step for step in PARTS["1"] if step.name == "contact")
 
@@ -37,7 +37,7 @@ def test_a_branch_is_right_on_a_cpu(branch, tmp_path):
 
 
 def written_nowhere(dy, x, ends, *, products):
-    found = grouped_outer(dy, x, ends, products=products)
+    found = grouped_outer(dy, x, ends, matmul_mode=products)
     found[0] = torch.nan
     return found
 
@@ -54,7 +54,7 @@ class WithoutSlices(BlockwiseKernel):
         return super().backward(dout, q, k, v, out, lse, slices[:-1], scores=scores)
 
 
-class TooEarly(Copies):
+class TooEarly(AsyncCopies):
     def to_host(self, x):
         return torch.zeros_like(x)
 
@@ -67,7 +67,7 @@ class TooEarly(Copies):
         ("experts", "grouped_outer", written_nowhere),
         ("losses", "loss_sums", without_its_last_chunk),
         ("flex", "KERNELS", {"blockwise": WithoutSlices()}),
-        ("copies", "Copies", TooEarly),
+        ("copies", "AsyncCopies", TooEarly),
         ("bit_sums", "grid_sum", lambda x: torch.tensor(x.data_ptr())),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_attention as benchmark
-from longctx.kernels.attention.select import KERNELS
+from longctx.kernels.attention.kernel_selection import KERNELS
 
 
 def test_everything_once_on_the_cpu(tmp_path, capsys):

@@ -10,7 +10,7 @@ from benchmarks.machine import KINDS, RESULTS
 from benchmarks.plan_memory import BOUND, CASES
 from benchmarks.plan_runs import planned
 from launcher.plan.hardware import load_hardware
-from launcher.plan.zero import StepBytes
+from launcher.plan.zero_bytes import StepBytes
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_pipeline.prepare.build import build_shards
-from data_pipeline.prepare.sources import Source, open_source
+from data_pipeline.prepare.build_shards import build_shards
+from data_pipeline.prepare.sources import TextSource, open_source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from longctx.tokenizer import Tokenizer
 
@@ -32,17 +32,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def source(corpus: Path) -> Source:
+def source(corpus: Path) -> TextSource:
     return open_source(corpus)
 
 
 @pytest.fixture(scope="session")
-def tokenizer(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(source: TextSource, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return train_tokenizer(source, tmp_path_factory.mktemp("tokenizer") / "small.model", vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture(scope="session")
-def built(source: Source, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(source: TextSource, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A shard folder with several shards and a validation split. Read-only: damage a copy."""
     folder = tmp_path_factory.mktemp("built") / "shards"
     build_shards(source, tokenizer, folder, validation_fraction=0.2, shard_tokens=20_000)

@@ -12,7 +12,7 @@ from data_pipeline.loader import Loader
 from data_pipeline.rows.pack import Parts, RowPlan, plan_parts
 from data_pipeline.shards.manifest import hash_json
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.writer import EncodedDocument, ShardWriter, runs_of
+from data_pipeline.shards.shard_writer import EncodedDocument, ShardWriter, runs_of
 from longctx.tokenizer import Tokenizer
 
 
@@ -53,7 +53,7 @@ def write_lengths(
         if masked:
             draws = np.random.default_rng(number).random(length // 5 + 1).repeat(5)[:length]
             counted = runs_of(draws < (0.5, 0.0, 0.8, 1.0)[number % 4])
-        document = EncodedDocument(tokens=ids, hash=number, name=f"d{number}", text_bytes=length, counted=counted)
+        document = EncodedDocument(tokens=ids, hash=number, name=f"d{number}", text_bytes=length, target_runs=counted)
         writer.add(document)
     writer.finish(split="training", tokenizer=tokenizer, sources=[], options={}, skipped={})
     tokenizer.save(folder)

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.inspect import describe, show_row, verify
+from data_pipeline.inspect import describe, find_problems, show_row
 from data_pipeline.loader import build_loader
-from data_pipeline.rows import blocks
+from data_pipeline.rows import epoch_blocks
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.writer import EncodedDocument, ShardWriter
+from data_pipeline.shards.shard_writer import EncodedDocument, ShardWriter
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
 from tests.data_pipeline.lengths import lengths_of
@@ -44,8 +44,8 @@ def test_show_row_is_the_row_that_the_loader_gives(built: Path, tokenizer: Token
 
 
 def test_show_row_counts_from_the_epoch_or_from_a_block(built: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(blocks, "MIN_DOCUMENTS", 4)
-    monkeypatch.setattr(blocks, "MIN_ROWS", 5)
+    monkeypatch.setattr(epoch_blocks, "MIN_DOCUMENTS", 4)
+    monkeypatch.setattr(epoch_blocks, "MIN_ROWS", 5)
     loader = build_loader(built, seq_len=512, rows_per_step=1, seed=3)
     for row in range(80):
         state = loader.state_dict()
@@ -84,7 +84,7 @@ def test_verify_finds_several_problems_at_once(damaged: Path):
     (damaged / "extra.arrow").touch()
     (damaged / "tokenizer.model").unlink()
     flip_byte(damaged / "validation" / "tokenizer.model", 3000)
-    problems = verify(damaged)
+    problems = find_problems(damaged)
     parts = (
         "extra.arrow is not listed",
         "00000.arrow is damaged",
@@ -101,17 +101,17 @@ def test_verify_finds_ids_outside_the_vocabulary(tokenizer: Tokenizer, tmp_path:
     writer.add(EncodedDocument(tokens=np.array([1, 699, 2]), hash=1, name="a", text_bytes=1))
     writer.finish(split="training", tokenizer=tokenizer, sources=[], options={}, skipped={})
     tokenizer.save(tmp_path)
-    assert verify(tmp_path) == []
+    assert find_problems(tmp_path) == []
     edit(tmp_path / "manifest.json", lambda m: m.update(vocab_size=699), seal=True)
-    assert "num_ids=700 is above vocab_size=699" in verify(tmp_path)[0]
+    assert "num_ids=700 is above vocab_size=699" in find_problems(tmp_path)[0]
     # Of a folder without the largest id the file itself is asked.
     edit(tmp_path / "manifest.json", lambda m: m["shards"][0].pop("num_ids"), seal=True)
-    problems = verify(tmp_path)
+    problems = find_problems(tmp_path)
     assert "has vocab_size=699 and padding=3, the tokenizer beside it 700 and 3" in problems[0]
     assert problems[1:] == [f"{tmp_path / '00000.arrow'} holds id 699, outside the vocabulary of 699."]
 
 
 def test_a_folder_that_is_none(tmp_path: Path):
-    assert "is not a shard folder" in verify(tmp_path)[0]
+    assert "is not a shard folder" in find_problems(tmp_path)[0]
     with pytest.raises(DataError, match="longctx data build"):
         describe(tmp_path)

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.loader import build_loader, build_validation_loader
-from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.build_shards import build_shards
 from data_pipeline.prepare.sources import open_source
-from data_pipeline.rows.batches import build_batch
 from data_pipeline.rows.pack import Row
+from data_pipeline.rows.row_batches import build_batch
 from data_pipeline.shards.reader import ShardSet
 from longctx.batch import PADDING_DOCUMENT, Batch
 from longctx.errors import ConfigError, DataError

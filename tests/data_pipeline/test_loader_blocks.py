@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.loader import Loader, ValidationLoader, build_loader
-from data_pipeline.rows import blocks
-from data_pipeline.rows.blocks import BlockPlanner, Deal, FirstRows
+from data_pipeline.rows import epoch_blocks
+from data_pipeline.rows.epoch_blocks import BlockAssignment, BlockPlanner, FirstRows
 from data_pipeline.rows.order import FolderOrder
 from data_pipeline.rows.pack import Packing, plan_parts
 from data_pipeline.shards.reader import ShardSet
@@ -39,7 +39,7 @@ def loaders(shards: ShardSet, *, degree: int = 1, micro: int = 1, rows_per_step:
     return [
         Loader(
             (shards,),
-            FolderOrder(shards, SEQ_LEN, seed=4, deal=Deal(num_blocks, 2)),
+            FolderOrder(shards, SEQ_LEN, seed=4, assignment=BlockAssignment(num_blocks, 2)),
             seq_len=SEQ_LEN,
             rows_per_step=rows_per_step,
             micro_batch_rows=micro,
@@ -106,7 +106,7 @@ def test_every_token_once_in_each_of_several_epochs(shards: ShardSet):
 
 def test_the_state_is_small_and_says_where_it_is(shards: ShardSet):
     (loader,) = loaders(shards, rows_per_step=1)
-    planner = BlockPlanner(shards, SEQ_LEN, seed=4, deal=Deal(5, 2))
+    planner = BlockPlanner(shards, SEQ_LEN, seed=4, assignment=BlockAssignment(5, 2))
     for epoch in range(2):
         epoch_row = 0
         for block in range(5):
@@ -153,7 +153,7 @@ def test_a_start_in_the_middle_of_an_epoch_plans_one_block(shards: ShardSet, mon
         planned.append(options["block"])
         return plan_parts(*arguments, **options)
 
-    monkeypatch.setattr(blocks, "plan_parts", counted)
+    monkeypatch.setattr(epoch_blocks, "plan_parts", counted)
     (resumed,) = loaders(shards, rows_per_step=1)
     resumed.load_state_dict(state)
     assert torch.equal(next(resumed).tokens, ahead.tokens)
@@ -169,7 +169,7 @@ def test_the_next_block_is_planned_before_it_is_needed(shards: ShardSet, monkeyp
         threads[options["block"]] = threading.current_thread().name
         return plan_parts(*arguments, **options)
 
-    monkeypatch.setattr(blocks, "plan_parts", noted)
+    monkeypatch.setattr(epoch_blocks, "plan_parts", noted)
     (loader,) = loaders(shards, rows_per_step=1)
     while loader.state_dict()["block"] < 2:
         next(loader)
@@ -251,11 +251,11 @@ class TestStates:
 class TestValidation:
     def validation(self, shards: ShardSet, max_rows: int | None, **ranks: int) -> ValidationLoader:
         options = {"micro_batch_rows": 2, "data_rank": 0, "data_degree": 1, **ranks}
-        rows = FirstRows(shards, SEQ_LEN, max_rows=max_rows, deal=Deal(5))
+        rows = FirstRows(shards, SEQ_LEN, max_rows=max_rows, assignment=BlockAssignment(5))
         return ValidationLoader((shards,), rows, seq_len=SEQ_LEN, **options)
 
     def test_rows_follow_the_blocks(self, shards: ShardSet):
-        planner = BlockPlanner(shards, SEQ_LEN, shuffle=False, deal=Deal(5))
+        planner = BlockPlanner(shards, SEQ_LEN, shuffle=False, assignment=BlockAssignment(5))
         plans = [planner.plan(0, block) for block in range(5)]
         loader = self.validation(shards, None)
         assert loader.num_rows == sum(plan.num_rows for plan in plans)
@@ -273,7 +273,7 @@ class TestValidation:
             planned.append(options["block"])
             return plan_parts(*arguments, **options)
 
-        monkeypatch.setattr(blocks, "plan_parts", counted)
+        monkeypatch.setattr(epoch_blocks, "plan_parts", counted)
         loader = self.validation(shards, 10)
         assert (loader.num_rows, planned) == (10, [0])
         assert len(list(itertools.chain(loader, loader))) == 10

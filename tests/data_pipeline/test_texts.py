@@ -3,19 +3,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from data_pipeline.prepare.sources import Source
+from data_pipeline.prepare.sources import TextSource
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.texts import read_texts
 from tests.helpers import REPOSITORY
 
 
-def test_shards_give_the_documents_that_they_were_made_of(built: Path, source: Source):
+def test_shards_give_the_documents_that_they_were_made_of(built: Path, source: TextSource):
     texts = list(read_texts(built))
     assert len(texts) == ShardSet.open(built).num_documents
     assert set(texts) <= {document.text for document in source}
 
 
-def test_a_folder_of_files_gives_the_same_texts(corpus: Path, source: Source):
+def test_a_folder_of_files_gives_the_same_texts(corpus: Path, source: TextSource):
     assert list(read_texts(corpus)) == [document.text for document in source]
 
 

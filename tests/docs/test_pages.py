@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from launcher.cli.verbs import VERBS as ALL_VERBS
-from launcher.cli.verbs import parse
-from launcher.config.check import check_run
+from launcher.cli.cli_commands import COMMANDS as ALL_VERBS
+from launcher.cli.cli_commands import parse
 from launcher.config.flags import take_flag
-from launcher.config.load import load_run_config
+from launcher.config.load_config import load_run_config
+from launcher.config.run_config_rules import check_run
 from launcher.evaluation.harness.settings import Settings
 from launcher.recipes.find import find_config, recipes
 from tests.docs.pages import ALL_BLOCKS, ALL_COMMANDS, PAGES, Block

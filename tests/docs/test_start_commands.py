@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli.verbs import overview
-from launcher.cluster.command import slurm, torchrun
+from launcher.cli.cli_commands import overview
+from launcher.cluster.launch_commands import slurm, torchrun
 from tests.docs.pages import ALL_COMMANDS, PAGES
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import free_port, path_without_ssh

@@ -7,17 +7,17 @@ import sys
 import torch
 from torch._subclasses import FakeTensorMode
 
-from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.flash.adapter import FlashKernel
-from longctx.kernels.attention.flash.calls import translate
+from longctx.kernels.attention.flash.calls import slices_to_calls
 from longctx.kernels.attention.flash.libraries import FLASH4
+from longctx.kernels.attention.kernel_interface import KernelRequest, ScoreRules
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from tests.fake_cuda import say
 
 CASES = {
-    "causal documents": ((8, 2, 128, 128), Scores(scale=0.1), [(0, 200), (200, 201), (201, 512)], None),
-    "window and soft cap": ((8, 8, 64, 64), Scores(scale=0.1, softcap=20.0), [(0, 512)], 100),
-    "latent heads": ((4, 4, 192, 128), Scores(scale=0.1), [(0, 512)], None),
+    "causal documents": ((8, 2, 128, 128), ScoreRules(scale=0.1), [(0, 200), (200, 201), (201, 512)], None),
+    "window and soft cap": ((8, 8, 64, 64), ScoreRules(scale=0.1, softcap=20.0), [(0, 512)], 100),
+    "latent heads": ((4, 4, 192, 128), ScoreRules(scale=0.1), [(0, 512)], None),
 }
 
 
@@ -28,7 +28,7 @@ def main(architecture: str, name: str) -> None:
     request = KernelRequest("cuda", torch.bfloat16, D, H, K, V, window=window is not None, rules=scores.rules)
     assert kernel.supports(request) is None, kernel.supports(request)
     table = slice_table([AttentionSlice(a, b, a, b, 0, window) for a, b in documents])
-    translate(table, distances=False)  # reads the table's numbers, which fake tensors have not
+    slices_to_calls(table, relative_positions=False)  # reads the table's numbers, which fake tensors have not
     with FakeTensorMode(allow_non_fake_inputs=True):
         shapes = ((1, 512, H, D), (1, 512, K, D), (1, 512, K, V), (1, 512, H, V))
         q, k, v, dout = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)

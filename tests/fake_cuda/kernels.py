@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch
-from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.flash.adapter import FlashKernel
-from longctx.kernels.attention.flash.calls import translate
+from longctx.kernels.attention.flash.calls import slices_to_calls
 from longctx.kernels.attention.flash.cudnn import CudnnKernel, squares_and_rectangles
 from longctx.kernels.attention.flash.libraries import CUDA_FLASH
+from longctx.kernels.attention.kernel_interface import KernelRequest, ScoreRules
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.cross_entropy import loss_sums
 from longctx.kernels.grouped import grouped_outer, grouped_rows
-from longctx.kernels.matmul import add_wide_product_on_cuda_
+from longctx.kernels.matmul import add_upcast_matmul_on_cuda_
 from tests.fake_cuda import say
 
 ROWS = 40
@@ -61,7 +61,10 @@ def attention() -> None:
             continue
         for number, table in enumerate(TABLES):
             # before any layer computes, as a plan does: fake tensors have no numbers to read
-            calls = {"cuda_flash": translate(table, distances=False), "cudnn": squares_and_rectangles(table)}
+            calls = {
+                "cuda_flash": slices_to_calls(table, relative_positions=False),
+                "cudnn": squares_and_rectangles(table),
+            }
             operators.called.clear()
             both_passes(kernel, table, H, K, D, V, dtype)
             forward, backward = operators.called.values()
@@ -70,7 +73,7 @@ def attention() -> None:
 
 
 def both_passes(kernel, table, H, K, D, V, dtype) -> None:
-    scores = Scores(scale=D**-0.5)
+    scores = ScoreRules(scale=D**-0.5)
     with FakeTensorMode(allow_non_fake_inputs=True):
         wide = torch.empty(2, ROWS + 2, H + 2 * K, D, dtype=dtype, device="cuda")
         q, k = wide[:, 1:-1, :H], wide[:, 1:-1, H : H + K]
@@ -98,9 +101,9 @@ def grouped() -> None:
             flat = torch.empty(before + 4 * 24 * 16, dtype=torch.bfloat16, device="cuda")
             weight = flat[before:].view(4, 24, 16)
             x, dy = (torch.empty(37, width, dtype=torch.bfloat16, device="cuda") for width in (16, 24))
-            out = grouped_rows(x, weight.mT, ends, products="native")
-            dx = grouped_rows(dy, weight, ends, products="native")
-            dweight = grouped_outer(dy, x, ends, products="native")
+            out = grouped_rows(x, weight.mT, ends, matmul_mode="native")
+            dx = grouped_rows(dy, weight, ends, matmul_mode="native")
+            dweight = grouped_outer(dy, x, ends, matmul_mode="native")
             assert (out.shape, dx.shape, dweight.shape) == (dy.shape, x.shape, weight.shape)
             assert {out.dtype, dx.dtype, dweight.dtype} == {torch.bfloat16}
             say("grouped", before)
@@ -108,8 +111,8 @@ def grouped() -> None:
         for dtype, width in ((torch.float32, 16), (torch.bfloat16, 15), (torch.float64, 16)):
             x, dy = (torch.empty(37, size, dtype=dtype, device="cuda") for size in (width, 24))
             weight = torch.empty(4, 24, width, dtype=dtype, device="cuda")
-            out = grouped_rows(x, weight.mT, ends, products="native")
-            dweight = grouped_outer(dy, x, ends, products="native")
+            out = grouped_rows(x, weight.mT, ends, matmul_mode="native")
+            dweight = grouped_outer(dy, x, ends, matmul_mode="native")
             assert (out.shape, dweight.shape, out.dtype, dweight.dtype) == (dy.shape, weight.shape, dtype, dtype)
             say("grouped", dtype)
 
@@ -145,7 +148,7 @@ def loss() -> None:
         return  # it traces no product with a total of another dtype than the factors
     with FakeTensorMode():
         total, a, b = (torch.empty(*shape, device="cuda") for shape in ((5, 3), (5, 7), (7, 3)))
-        add_wide_product_on_cuda_(total, a.bfloat16(), b.bfloat16())
+        add_upcast_matmul_on_cuda_(total, a.bfloat16(), b.bfloat16())
 
 
 def batch() -> None:

@@ -19,7 +19,7 @@ def test_pytorchs_own_kernels_grouped_products_and_batches(cuda_python):
     ran = {kernel: sum(line.startswith(f"ran {kernel} ") for line in said) for kernel in ("cuda_flash", "cudnn")}
     assert ran == {"cuda_flash": 6 * 2 * len(HEADS), "cudnn": 5 * 2 * len(HEADS)}
     assert {line for line in said if line.startswith("refused")} == {"refused cudnn 256 256"}
-    products = ["aten.zeros_like.default float32", *["longctx.add_wide_product_.default float32"] * 3]
+    products = ["aten.zeros_like.default float32", *["longctx.add_upcast_matmul_.default float32"] * 3]
     assert [line for line in said if line.startswith("loss")] == [f"loss {line}" for line in products]
     assert [line for line in said if line.startswith("unpacked")] == [f"unpacked {n}" for n in (30, 30, 10, 10, 10, 10)]
     assert [line for line in said if line.startswith("grouped")] == [

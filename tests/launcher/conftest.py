@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.build_shards import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from tests.launcher.runs import Ended, flags, path_without_ssh, pretrain

@@ -23,10 +23,10 @@ from typing import Any
 
 import psutil
 
-from launcher.config.load import load_run_config
-from launcher.config.resolve import Data, Machine, resolve
+from launcher.config.config_sections import RunConfig
+from launcher.config.load_config import load_run_config
+from launcher.config.resolve import Data, TargetMachine, resolve
 from launcher.config.resolved import ResolvedConfig
-from launcher.config.sections import RunConfig
 from tests.helpers import REPOSITORY
 from tests.longctx.families.hub_configs import HUB
 
@@ -88,7 +88,7 @@ def resolved(
     fits: Callable[[ResolvedConfig], bool] = lambda config: True,
 ) -> ResolvedConfig:
     """What a config comes to on such a machine, with documents of any length."""
-    machine = Machine(ranks=ranks, device_type=device_type, native_bfloat16=native_bfloat16, fits=fits)
+    machine = TargetMachine(ranks=ranks, device_type=device_type, native_bfloat16=native_bfloat16, fits=fits)
     return resolve(config, machine, Data(is_packed=True))
 
 
@@ -185,7 +185,7 @@ class Launch:
     ) -> None:
         """``hostfile`` starts the ranks that it names, on any machine; without one there are two ranks here.
 
-        ``starter`` are the words of another launcher, up to the script.
+        ``launch_words`` are the words of another launcher, up to the script.
         """
         self.arguments = list(arguments)
         launcher = ["--num_gpus", "2"]
@@ -269,7 +269,7 @@ def supervised(
     wait_seconds: int = 1,
     environment: Mapping[str, str] | None = None,
 ) -> Launch:
-    """The deepspeed command with the words of ``starter`` under ``longctx run``."""
+    """The deepspeed command with the words of ``launch_words`` under ``longctx run``."""
     command = [str(Path(sys.executable).parent / "deepspeed"), *starter, "--master_port", str(free_port())]
     run = [sys.executable, "-m", "launcher", "run", "--wait-seconds", str(wait_seconds), "--"]
     return Launch(arguments, starter=[*run, *command], environment=environment)
@@ -292,7 +292,8 @@ def _alive(family: list[psutil.Process], mark: str) -> list[str]:
 
 
 def path_without_ssh(folder: Path) -> str:
-    """A PATH on which every ssh and pdsh fails, as where no server answers, and says so in ``folder / "asked"``."""
+    """A PATH on which every ssh and pdsh fails, as where no server answers, and says so in ``folder / "
+    ""stop_request"``."""
     programs = folder / "programs"
     programs.mkdir()
     for name in ("ssh", "pdsh"):

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from launcher.cluster.command import torchrun
 from launcher.cluster.exit import STOPPED
+from launcher.cluster.launch_commands import torchrun
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import flags, free_port
 
@@ -56,14 +56,14 @@ PLACES = [
     Place("start", "launcher.training.setup", "build_engine"),
     Place("start", "parallel.zero.partition", "Wrapping.start"),
     Place("start", "launcher.training.trainer", "Trainer._open_folder"),
-    Place("step", "launcher.training.setup", "Run.place", call=2),
-    Place("step", "launcher.training.step", "sum_counts", call=2),
-    Place("step", "launcher.training.step", "TrainStep.forward_backward", call=2),
+    Place("step", "launcher.training.setup", "TrainingRun.place", call=2),
+    Place("step", "launcher.training.train_step", "sum_counts", call=2),
+    Place("step", "launcher.training.train_step", "TrainStep.forward_backward", call=2),
     Place("step", "parallel.transport.point_to_point", "PointToPoint.forward", call=3),
     Place("step", "parallel.transport.point_to_point", "PointToPoint.backward", call=3),
-    Place("step", "parallel.zero.engine", "ZeroEngine.backward", call=2),
-    Place("step", "parallel.zero.engine", "ZeroEngine.step", call=2),
-    Place("step", "launcher.metrics.writer", "RecordWriter.write", call=2),
+    Place("step", "parallel.zero.zero_engine", "ZeroEngine.backward", call=2),
+    Place("step", "parallel.zero.zero_engine", "ZeroEngine.step", call=2),
+    Place("step", "launcher.metrics.metrics_writer", "RecordWriter.write", call=2),
     Place("save", "launcher.training.trainer", "Trainer._save"),
     Place("save", "launcher.checkpoint.saver", "HostCopy.fill"),
     Place("save", "launcher.checkpoint.saver", "write_rank_file"),
@@ -314,7 +314,7 @@ def drill(shards: Path, accidents: list[Accident], folder: Path) -> list[float]:
     return seconds
 
 
-STEP = Place("step", "launcher.training.step", "TrainStep.forward_backward", call=2)
+STEP = Place("step", "launcher.training.train_step", "TrainStep.forward_backward", call=2)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.function)
@@ -344,12 +344,12 @@ def test_a_run_on_groups_that_block_ends_as_any_other(shards, tmp_path):
 @pytest.mark.parametrize("kind", ["MemoryError", "SIGKILL", "DataError"])
 def test_commands_that_compute_with_a_checkpoint_end_alike(kind, finished, tmp_path):
     checkpoint = ["--checkpoint", str(finished.folder), "--run.hostfile", "none"]
-    place = Place("start", "launcher.evaluation.run", "build_decoder")
+    place = Place("start", "launcher.evaluation.evaluation_run", "build_decoder")
     accident = Accident(rank=1, place=place, kind=kind, ranks=2, script="launcher/evaluate.py", stalling=True)
     (tmp_path / "evaluate").mkdir()
     options = [*checkpoint, "--tasks", "ppl", "--lengths", "128", "--output", str(tmp_path / "output")]
     check(accident, start(accident, options, tmp_path / "evaluate"))
-    place = Place("start", "launcher.generation.run", "build_mesh")
+    place = Place("start", "launcher.generation.generation_run", "build_mesh")
     accident = replace(accident, place=place, script="launcher/generate.py")
     (tmp_path / "generate").mkdir()
     check(accident, start(accident, [*checkpoint, "--prompt", "def", "--max-new-tokens", "4"], tmp_path / "generate"))

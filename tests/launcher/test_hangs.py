@@ -40,7 +40,7 @@ PLACES = [
     HOP,
     Place("backward", "parallel.transport.point_to_point", "PointToPoint.backward", call=3),
     Place("all-to-all", "parallel.experts.dispatcher", "AllToAllDispatcher.plan", call=3),
-    Place("optimizer step", "parallel.zero.engine", "ZeroEngine._broken_gradients", call=2),
+    Place("optimizer step", "parallel.zero.zero_engine", "ZeroEngine._broken_gradients", call=2),
     Place("save", "launcher.checkpoint.saver", "HostCopy.fill"),
     Place("validation", "launcher.training.trainer", "validate"),
     Place("start", "launcher.training.setup", "open_data"),
@@ -164,7 +164,7 @@ KEYS = {
 }
 # Two layers, each with three exchanges in both micro-batches of a step, and one in each row of a validation.
 IN_STEP_3 = 4 + 12 + 12 + 4 + 3
-START = Place("hop", "parallel.transport.exchange", "RingExchange._start", call=IN_STEP_3)
+START = Place("hop", "parallel.transport.ring_exchange", "RingExchange._start", call=IN_STEP_3)
 KINDS = {
     "drop a hop": ("a hop that never comes", ("the run hangs", "because of rank 1:", "with ranks 0")),
     "send a hop twice": ("a hop that is sent twice", ("the run hangs", "exchanging", "hop 1")),

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from launcher import lm_eval, pretrain, verify
-from launcher.cli.verbs import main_over_ranks
-from launcher.config.check import check_run
-from launcher.config.load import load_run_config
-from launcher.measure.run import MeasureOptions, _num_ranks
+from launcher.cli.cli_commands import main_over_ranks
+from launcher.config.load_config import load_run_config
+from launcher.config.run_config_rules import check_run
+from launcher.measure.run_benchmarks import BenchmarkOptions, _num_ranks
 from longctx.errors import ConfigError
 from parallel.runtime.device import choose_device
 from tests.launcher.runs import resolved
@@ -82,6 +82,6 @@ def test_lm_eval_is_refused(two_ranks, monkeypatch):
 
 def test_measure_is_refused_before_it_starts_ranks(two_ranks):
     with pytest.raises(ConfigError, match="Use --ranks 1, or --device cpu"):
-        _num_ranks(MeasureOptions(ranks=2))
-    assert _num_ranks(MeasureOptions(ranks=0)) == 1
-    assert _num_ranks(MeasureOptions(ranks=2, device="cpu")) == 2
+        _num_ranks(BenchmarkOptions(ranks=2))
+    assert _num_ranks(BenchmarkOptions(ranks=0)) == 1
+    assert _num_ranks(BenchmarkOptions(ranks=2, device="cpu")) == 2

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from launcher.config.load import from_values, load_run_config
+from launcher.config.load_config import config_from_values, load_run_config
 from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.goodput.timeline import TIMELINE_FILE
 from launcher.metrics.record import METRICS_FILE, read_metrics
-from launcher.supervise.progress import last_step, newest_checkpoint
+from launcher.supervise.progress import last_step, newest_checkpoint_step
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, list_checkpoints
 from longctx.errors import ClusterError
 from longctx.kernels.processor import has_native_bfloat16
@@ -60,7 +60,7 @@ def test_what_a_run_leaves_behind(finished, shards):
     assert names == wanted
     for name in ("config.toml", "environment.json"):
         assert (folder / "attempts" / "001" / name).read_bytes() == (folder / name).read_bytes()
-    config = from_values(tomllib.loads((folder / "config.toml").read_text()))
+    config = config_from_values(tomllib.loads((folder / "config.toml").read_text()))
     asked = resolved(load_run_config(flags(shards, folder)), native_bfloat16=has_native_bfloat16(), ranks=2)
     # What the machine decides is written as it was decided: on a CPU nothing is compiled.
     assert ResolvedConfig.of(config) == asked
@@ -156,7 +156,7 @@ def test_a_killed_rank_ends_the_launch_and_resuming_equals_never_stopping(shards
     assert "Traceback" not in ended.text
     assert not ended.orphans
     assert len(rows(folder)) < len(rows(finished.folder)), "it was killed too late to show anything"
-    taken, newest = last_step(folder) or 0, newest_checkpoint(folder) or 0
+    taken, newest = last_step(folder) or 0, newest_checkpoint_step(folder) or 0
     run(train, 2, shards, folder, {"run.resume": "latest"})
     assert rows(folder) == rows(finished.folder), "to the last bit"
     resumed = [row["step"] for row in read_metrics(folder) if row.get("event") == "resume"][-1]

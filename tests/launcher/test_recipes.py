@@ -15,10 +15,10 @@ import torch.distributed as dist
 import transformers
 
 from launcher.cli import main
-from launcher.config.check import check_run
-from launcher.config.load import load_run_config
-from launcher.config.sections import RunConfig
-from launcher.plan.memory import GIB, memory_of_rank
+from launcher.config.config_sections import RunConfig
+from launcher.config.load_config import load_run_config
+from launcher.config.run_config_rules import check_run
+from launcher.plan.memory_estimate import GIB, memory_of_rank
 from launcher.recipes.find import recipes
 from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer

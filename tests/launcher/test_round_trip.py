@@ -23,8 +23,8 @@ from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.generation import load_model
 from longctx.tokenizer import load_tokenizer
-from longctx.tokenizer.chunks import SPACE_MARK
 from longctx.tokenizer.hard_texts import HARD_TEXTS
+from longctx.tokenizer.text_chunks import SPACE_MARK
 from tests.helpers import run_distributed
 from tests.launcher.runs import tiny_start
 from tests.launcher.workers import leave_out_pictures
@@ -208,7 +208,7 @@ def test_generate_writes_what_transformers_writes(trip: Trip, capsys: pytest.Cap
     with torch.no_grad():
         _, model = loaded(trip.exported)
         wanted = model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)[0]
-    continuation = [token for token in wanted.tolist() if token not in own.special.stops]
+    continuation = [token for token in wanted.tolist() if token not in own.special.stop_ids]
     text = own.decode(continuation).removeprefix(own.decode(ids))
     for folder in (trip.run, trip.exported):
         capsys.readouterr()

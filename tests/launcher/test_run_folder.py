@@ -102,8 +102,8 @@ def test_details_are_in_the_file_alone(tmp_path: Path, capsys: pytest.CaptureFix
         start_logging(tmp_path, 0)
         logging.getLogger("launcher.training.start").info("for a person")
         logging.getLogger("launcher.training.start").info("for the file", extra={ONLY_IN_FILE: True})
-        logging.getLogger("longctx.kernels.attention.select").info("the kernel")
-        logging.getLogger("longctx.kernels.attention.select").warning("a slow kernel")
+        logging.getLogger("longctx.kernels.attention.kernel_selection").info("the kernel")
+        logging.getLogger("longctx.kernels.attention.kernel_selection").warning("a slow kernel")
     finally:
         for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
             logger.level, logger.propagate, logger.handlers = level, propagate, handlers

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from data_pipeline.rows.fim import Fim, FimRule
 from data_pipeline.shards.manifest import hash_json
 from data_pipeline.shards.reader import ShardSet, open_for_model
-from launcher.evaluation.harness.requests import Encoder
+from launcher.evaluation.harness.request_encoder import Encoder
 from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.conversion import export_checkpoint, import_hf
@@ -145,8 +145,8 @@ def test_transformers_loads_what_is_exported(model, tmp_path, caplog, named):
     with pytest.raises(AssertionError, match="Padding_idx"):
         AutoModelForCausalLM.from_pretrained(str(source), local_files_only=True)
     done = import_hf(source, tmp_path / "in", verify="auto")
-    assert done.no_logits is not None
-    assert f"pad_token_id={named}" in done.no_logits
+    assert done.logits_skip_reason is not None
+    assert f"pad_token_id={named}" in done.logits_skip_reason
     done = export_checkpoint(tmp_path / "in", tmp_path / "out", verify="logits")
     assert done.logits is not None
     assert f"config.json gets pad_token_id=null and not {named}" in caplog.text
@@ -158,7 +158,7 @@ def test_transformers_loads_what_is_exported(model, tmp_path, caplog, named):
 def test_several_begin_ids_become_one_in_an_export(tmp_path, caplog):
     source = write_model(tmp_path / "hf", tokenizer_json(), ids={"bos_token_id": [0, 3], "eos_token_id": [1, 5]})
     done = import_hf(source, tmp_path / "in", verify="auto")
-    assert "bos_token_id=[0, 3]" in (done.no_logits or "")
+    assert "bos_token_id=[0, 3]" in (done.logits_skip_reason or "")
     assert export_checkpoint(tmp_path / "in", tmp_path / "out", verify="logits").logits is not None
     assert "config.json gets bos_token_id=0 and not [0, 3]" in caplog.text
     written = json.loads((tmp_path / "out" / "config.json").read_text())

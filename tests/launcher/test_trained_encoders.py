@@ -15,7 +15,7 @@ from data_pipeline.shards.reader import ShardSet, SourceSide
 from launcher.cli import main
 from launcher.demos.pairs import written_pairs
 from longctx.generation import Beams, generate_batch, load_model
-from longctx.tokenizer.sides import start_of_targets
+from longctx.tokenizer.pair_ids import start_of_targets
 
 REPOSITORY = Path(__file__).parent.parent.parent
 SMALL = "--model.hidden_size 32 --model.num_heads 4 --model.num_kv_heads 4 --model.head_dim 8 --model.ffn_size 48"
@@ -48,7 +48,7 @@ def test_four_beams_write_the_same(tmp_path: Path):
     tokenizer = held_out.tokenizer()
     sources = [ids.tolist() for ids in SourceSide(held_out).slices([(n, 0, 999) for n in range(12)])]
     model, theirs = load_model(tmp_path / "run"), transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
-    start, stops = start_of_targets(tokenizer), tokenizer.special.stops
+    start, stops = start_of_targets(tokenizer), tokenizer.special.stop_ids
     assert theirs.generation_config.decoder_start_token_id == start
     asked = {"sources": sources, "stop_ids": stops}
     found = dict(generate_batch(model, [[start]] * 12, 40, Beams(num_beams=4, length_penalty=0.6), **asked))

@@ -21,11 +21,11 @@ import launcher.report.page
 import launcher.training.trainer
 from launcher.cluster.exit import run_to_exit_code
 from launcher.metrics.record import Record, read_metrics, without_timing
-from launcher.training.hook import Step
-from launcher.training.run import Run
+from launcher.training.hook import RunningStep
+from launcher.training.run_state import TrainingRun
 from launcher.training.setup import build_run
-from launcher.training.step import TrainStep
 from launcher.training.totals import StepSums
+from launcher.training.train_step import TrainStep
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.errors import CheckpointError
@@ -39,7 +39,7 @@ SAVING = (launcher.checkpoint.saver, launcher.checkpoint.save, launcher.checkpoi
 """Where the stages of a save are."""
 
 
-def build(shards: Path, output: Path, changed: Mapping[str, Any]) -> Run:
+def build(shards: Path, output: Path, changed: Mapping[str, Any]) -> TrainingRun:
     """A tiny run, ready for its first step."""
     return build_run(tiny_config(shards, output, changed), torch.device("cpu"))
 
@@ -63,11 +63,11 @@ def train_each_swapping(shards: Path, runs: Mapping[Path, Mapping[str, Any]]) ->
     train_each(shards, runs)
 
 
-def breaking_step(step: int, act: Callable[[Run], None]) -> type[TrainStep]:
+def breaking_step(step: int, act: Callable[[TrainingRun], None]) -> type[TrainStep]:
     """Steps of which one breaks something before its forward pass."""
 
     class BreakingStep(TrainStep):
-        def forward_backward(self, now: Step) -> StepSums:
+        def forward_backward(self, now: RunningStep) -> StepSums:
             if now.number == step:
                 act(self.run)
             return super().forward_backward(now)
@@ -79,7 +79,7 @@ def train_until_killed_in_a_step(shards: Path, output: Path, changed: Mapping[st
     """``train``, but one rank is killed between the backward pass and the update of a step."""
 
     class KilledStep(TrainStep):
-        def forward_backward(self, now: Step) -> StepSums:
+        def forward_backward(self, now: RunningStep) -> StepSums:
             sums = super().forward_backward(now)
             if self.run.mesh.rank == rank and now.number == step:
                 os.kill(os.getpid(), signal.SIGKILL)

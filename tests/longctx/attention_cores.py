@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.cache import KVCache
+from longctx.kernels.attention.kernel_interface import ScoreRules
 from longctx.model.attention.core import AttentionCore, AttentionShapes
+from longctx.model.attention.kv_cache import KVCache
 from longctx.model.attention.mask import AttentionMask
 
 
@@ -20,11 +20,11 @@ def attend_once(
     mask: AttentionMask,
     *,
     cache: KVCache | None = None,
-    scores: Scores | None = None,
+    scores: ScoreRules | None = None,
     **asked: Any,
 ) -> Tensor:
     """What the core gives in a first layer, by a plan for this one call."""
-    scores = scores or Scores(scale=q.shape[-1] ** -0.5)
+    scores = scores or ScoreRules(scale=q.shape[-1] ** -0.5)
     layer = None if cache is None else cache.layer(0)
     shapes = AttentionShapes.of(q, k, v, scores, None if cache is None else cache.num_tokens)
     return core(q, k, v, plan=core.plan(mask, shapes), cache=layer, scores=scores, **asked)

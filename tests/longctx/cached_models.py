@@ -10,7 +10,7 @@ from torch import Tensor
 from longctx.architecture.rope import Rope
 from longctx.batch import IGNORED_TARGET
 from longctx.config import ModelConfig
-from longctx.generation import Greedy, Sample
+from longctx.generation import Greedy, Sampling
 from longctx.model.decoder import Decoder
 
 _STRETCHED = {"factor": 4.0, "original_max_positions": 8}
@@ -75,7 +75,7 @@ def without_cache(
     decoder: Decoder,
     prompt: list[int],
     num_tokens: int,
-    strategy: Greedy | Sample | None = None,
+    strategy: Greedy | Sampling | None = None,
     stop_ids: Collection[int] = (),
 ) -> list[int]:
     """What ``generate`` gives, by reading everything again at each step."""

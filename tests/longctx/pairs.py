@@ -35,7 +35,7 @@ def one_row(documents: Sequence[Tensor], padding: int = 0) -> Stream:
         tokens=tokens[None],
         positions=positions[None],
         document_ids=own[None],
-        following=follow[None],
+        next_token_ids=follow[None],
         documents=PackedDocuments.of(bounds),
     )
 
@@ -46,4 +46,4 @@ def pair_batch(
     """The pairs as one row of targets, which has its source beside it; padding of (target, source)."""
     tokens = pair_tokens(pairs, vocab=vocab, seed=seed)
     targets, sources = (one_row([pair[side] for pair in tokens], padding[side]) for side in range(2))
-    return next_tokens(replace(targets, source=replace(sources, following=None)))
+    return next_tokens(replace(targets, source=replace(sources, next_token_ids=None)))

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.config import ModelConfig
+from longctx.model.activation_offload import Keep
 from longctx.model.attention.core import AttentionCore
 from longctx.model.decoder import Decoder
-from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.task import LossSum, weighed
@@ -70,7 +70,7 @@ def exact_lm(*, core: AttentionCore | None = None, keep: Keep = "all", dispatche
 
 def ahead(batch: Batch) -> Batch:
     """The batch with what blocks for multi-token prediction read."""
-    return replace(batch, following=batch.targets)
+    return replace(batch, next_token_ids=batch.targets)
 
 
 def step_loss(sums: LossSum, balance: float, router_z: float = 0.0) -> Tensor:

@@ -26,10 +26,10 @@ from longctx.checkpoint_format import (
     model_config,
 )
 from longctx.config import ModelConfig
-from longctx.conversion.tensors import parameter_shapes
+from longctx.conversion.tensor_layouts import parameter_shapes
 from longctx.errors import CheckpointError
-from longctx.storage import blocks
-from longctx.storage.blocks import describe_file
+from longctx.storage import hashed_blocks
+from longctx.storage.hashed_blocks import describe_file
 from tests.longctx.samples import tiny_config
 
 SHAPES = {"a.weight": (4, 5), "b.bias": (3,), "c.experts": (2, 3, 2)}
@@ -47,7 +47,7 @@ def tensor(name: str, role: str, shapes: Shapes = SHAPES) -> torch.Tensor:
 def write(
     folder: Path, cuts: dict[str, list[int]] | None = None, roles=ROLES, shapes: Shapes = SHAPES, **changes
 ) -> Path:
-    """A checkpoint whose flattened tensors are cut at ``cuts``; the pieces alternate between two files."""
+    """A checkpoint whose flattened tensors are cut at ``splits``; the pieces alternate between two files."""
     folder.mkdir(parents=True, exist_ok=True)
     files: list[dict[str, torch.Tensor]] = [{}, {}]
     table = {}
@@ -109,7 +109,7 @@ def test_any_cut_gives_the_same_tensor(tmp_path_factory, data):
 
 
 def set_block_bytes(monkeypatch, count: int) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", count)
+    monkeypatch.setattr(hashed_blocks, "BLOCK_BYTES", count)
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_files_of_many_blocks(tmp_path, monkeypatch, past_cache):
     with path.open("r+b") as file:
         file.seek(80 * 4096)
         file.write(b"damaged")
-    reader = blocks.BlockReader(past_cache=past_cache)
+    reader = hashed_blocks.BlockReader(past_cache=past_cache)
     reader.add(path, entry["bytes"], entry["blocks"])
     for start, stop in [(0, 1000), (1000, 70_000), (5, 60_000), (90_000, 100_000), (99_999, 100_000)]:
         out = torch.zeros(stop - start)

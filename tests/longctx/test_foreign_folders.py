@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.model import find_start
+from launcher.config.model_section import find_start
 from longctx.conversion import load_hf
 from longctx.errors import LongCtxError
-from longctx.generation.load import find_model
+from longctx.generation.load_decoder import find_model
 
 
 @pytest.mark.parametrize("open_folder", [find_model, load_hf, find_start])

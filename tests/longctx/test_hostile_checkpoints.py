@@ -18,9 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, canonical_hash
-from longctx.conversion.checkpoint_writer import save_masters
-from longctx.conversion.checks import check_tensors, open_checked
-from longctx.conversion.convert import export_checkpoint
+from longctx.conversion.checkpoint_checks import check_checkpoint_tensors, open_verified_checkpoint
+from longctx.conversion.checkpoint_writer import save_master_weights
+from longctx.conversion.hf_conversion import export_checkpoint
 from longctx.files import hash_file
 from longctx.model.decoder import Decoder
 from tests.bounded import HOSTILE_JSON, put_odd_file, put_sparse_file, refusal
@@ -38,7 +38,9 @@ def whole(tmp_path_factory) -> Path:
     """A checkpoint of a tiny model, to copy."""
     folder = tmp_path_factory.mktemp("whole") / "checkpoint"
     weights = Decoder(CONFIG).state_dict().items()
-    return save_masters(CONFIG, weights, folder, dtype=torch.float32, training={"imported": {"dtype": "float32"}})
+    return save_master_weights(
+        CONFIG, weights, folder, dtype=torch.float32, training={"imported": {"dtype": "float32"}}
+    )
 
 
 @pytest.fixture
@@ -246,11 +248,15 @@ def open_in_every_way(folder: Path, output: Path) -> list[Callable[[], object]]:
 
     def read_all() -> None:
         reader = CheckpointReader(folder)
-        check_tensors(reader)
+        check_checkpoint_tensors(reader)
         for name in reader.names():
             reader.read(name)
 
-    return [lambda: open_checked(folder), lambda: export_checkpoint(folder, output, tokenizer="none"), read_all]
+    return [
+        lambda: open_verified_checkpoint(folder),
+        lambda: export_checkpoint(folder, output, tokenizer="none"),
+        read_all,
+    ]
 
 
 @pytest.mark.few(31)

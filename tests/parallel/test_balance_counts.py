@@ -13,7 +13,7 @@ from longctx.batch import Batch, PackedDocuments
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import _context_sum
-from parallel.schedule.segments import shared_documents
+from parallel.schedule.document_segments import shared_documents
 from tests.helpers import run_distributed
 
 BOUNDS = [0, 3, 40, 41, 64, 96, 100, 120, 192]

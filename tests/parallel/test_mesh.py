@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ConfigError, DataError
-from parallel.comm.world import agree_or_raise, broadcast_object, gather_objects, on_every_rank
+from parallel.comm.world import broadcast_object, gather_objects, on_every_rank, raise_on_all_ranks
 from parallel.mesh import Mesh, check_degrees
 from tests.helpers import on_ranks
 
@@ -92,7 +92,7 @@ def test_nodes_that_hold_equally_many_ranks_of_a_ring():
 @on_ranks(3)
 def test_one_rank_s_error_is_everybody_s():
     rank = dist.get_rank()
-    agree_or_raise(None)
+    raise_on_all_ranks(None)
     assert on_every_rank(lambda: rank) == rank
 
     def fail_on_one() -> None:

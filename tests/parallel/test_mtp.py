@@ -21,8 +21,8 @@ from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
+from parallel.zero.zero_engine import ZeroEngine
 from tests.helpers import on_ranks, run_distributed
 from tests.longctx.samples import ahead, dense_config, gradients, packed_batch, randomize, tiny_config
 from tests.parallel.attention.test_attention import ways
@@ -55,7 +55,7 @@ def step(lm: Task, batch: Batch) -> dict[str, torch.Tensor]:
     sums = lm.double().loss_sum(lm(batch))
     weighed(lm.terms, sums, {"targets": 1, "tokens": 1, "ahead": 1}).backward()
     found = {name: sums[name].detach().double() for name in ("objective", "mtp", "mtp_nll")}
-    count = torch.tensor(float(batch.num_ahead(lm.network.config.mtp_layers)), dtype=torch.float64)
+    count = torch.tensor(float(batch.num_mtp_targets(lm.network.config.mtp_layers)), dtype=torch.float64)
     return {**found, "count": count, **gradients(lm)}
 
 

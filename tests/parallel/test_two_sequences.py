@@ -20,8 +20,8 @@ from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
+from parallel.zero.zero_engine import ZeroEngine
 from tests.helpers import on_ranks, run_distributed
 from tests.longctx.pairs import pair_batch
 from tests.longctx.samples import dense_config, gradients, randomize

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data_pipeline.prepare.documents import Document
 from data_pipeline.prepare.duplicates.decide import Decision
 from data_pipeline.prepare.duplicates.signed import SignedCorpus
 from data_pipeline.prepare.sealed import are_whole, load_record, save_record, sync_files
+from data_pipeline.prepare.source_items import Document
 from data_pipeline.shards.manifest import Manifest
 from data_pipeline.stores.urls import Location
 from longctx.errors import DataError
@@ -29,7 +29,7 @@ from longctx.files import sync_path
 
 DUPLICATES_FILE = "duplicates.jsonl"
 _EXAMPLES = 3
-_LOOKED_AT = 100_000
+_MAX_EXAMPLE_LINES = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def _read_examples(path: Location | None) -> list[DuplicateExample]:
     found: dict[str, list[DuplicateExample]] = {"exact": [], "near": []}
     with path.open("rb") as lines:
         # The list may be as long as the corpus, so read only its start.
-        for line in islice(lines, _LOOKED_AT):
+        for line in islice(lines, _MAX_EXAMPLE_LINES):
             example = DuplicateExample(**json.loads(line))
             if len(found[example.kind]) < _EXAMPLES:
                 found[example.kind].append(example)
@@ -138,7 +138,7 @@ def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outc
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     removal = decision.removal
-    documents = np.concatenate([removal.documents, decision.placed])
+    documents = np.concatenate([removal.documents, decision.assigned])
     actions = np.full(len(documents), _REMOVE, dtype=np.uint8)
     actions[len(removal.documents) :] = np.where(decision.is_held_out, _VALIDATION, _TRAINING)
     # Document numbers are unique: a document is either removed or placed.
@@ -147,12 +147,12 @@ def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outc
     # First row per part: documents are numbered across all parts.
     borders = np.searchsorted(documents, corpus.starts)
     for number in range(len(corpus.parts)):
-        here = slice(borders[number], borders[number + 1])
+        span = slice(borders[number], borders[number + 1])
         rows = np.empty(borders[number + 1] - borders[number], dtype=_ROW)
-        rows["document"] = documents[here] - corpus.starts[number]
+        rows["document"] = documents[span] - corpus.starts[number]
         # Each row has the text's hash, so that the second pass detects a changed source.
-        rows["hash"] = corpus.parts[number].facts["hash"][rows["document"]]
-        rows["action"] = actions[here]
+        rows["hash"] = corpus.parts[number].document_rows["hash"][rows["document"]]
+        rows["action"] = actions[span]
         rows.tofile(folder / part_file(number))
     _write_list(folder, corpus, decision)
     outcome = Outcome(
@@ -185,12 +185,12 @@ class PartDecision:
         Raises DataError if the part has changed since it was compared.
         """
         rows = np.fromfile(self.path, dtype=_ROW)
-        places, hashes, actions = rows["document"].tolist(), rows["hash"].tolist(), rows["action"].tolist()
+        positions, hashes, actions = rows["document"].tolist(), rows["hash"].tolist(), rows["action"].tolist()
         # Merge join: rows are sorted by document, and documents arrive in the same order.
         at = count = 0
         for number, document in enumerate(documents):
             count += 1
-            if at == len(places) or places[at] != number:
+            if at == len(positions) or positions[at] != number:
                 yield document, None
                 continue
             # Only documents in a group are checked here; the total count below detects added and removed ones.
@@ -204,9 +204,9 @@ class PartDecision:
             raise DataError(_changed("the source"))
 
 
-def _changed(what: str) -> str:
+def _changed(subject: str) -> str:
     return (
-        f"{what} changed while the build read it: it is not what was compared for duplicates.\n"
+        f"{subject} changed while the build read it: it is not what was compared for duplicates.\n"
         "Build again with --overwrite (overwrite=True) when nobody writes there any more."
     )
 
@@ -234,7 +234,7 @@ def _write_list(folder: Path, corpus: SignedCorpus, decision: Decision) -> None:
 
 def _counts(corpus: SignedCorpus, decision: Decision) -> DuplicateCounts:
     removal = decision.removal
-    text_bytes = corpus.facts(removal.documents)["text_bytes"]
+    text_bytes = corpus.document_rows(removal.documents)["text_bytes"]
     return DuplicateCounts(
         exact_documents=int(removal.is_exact.sum()),
         exact_bytes=int(text_bytes[removal.is_exact].sum()),

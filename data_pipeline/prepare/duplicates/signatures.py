@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data_pipeline.prepare.duplicates.rule import DuplicateRule
+from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule
 from data_pipeline.prepare.duplicates.units import unit_hashes
 from longctx.mixing import mix64, mix64_array
 
@@ -17,7 +17,7 @@ GROUP_CHARACTERS = 1 << 18
 """Characters hashed at once: the arrays fit into a processor's cache."""
 _LEAST_CHARACTERS = 64
 _EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
-_DONOR_SALT = 0x646F6E6F72
+_DONOR_SEED_TAG = 0x646F6E6F72
 _MOST_DONORS = 1024
 
 
@@ -109,9 +109,9 @@ class Signer:
         first = texts[0] if len(texts) else 0
         values = np.array([text.values for text in self._open[first:]])
         parts = ((hashes >> np.uint64(32)) * np.uint64(self._count)) >> np.uint64(32)
-        places = (texts - first) * self._count + parts.astype(np.int64)
+        value_indices = (texts - first) * self._count + parts.astype(np.int64)
         # The hash's upper half selects the part, so a part's smallest hash is also the smallest in its range.
-        np.minimum.at(values.reshape(-1), places, hashes)
+        np.minimum.at(values.reshape(-1), value_indices, hashes)
         for text, lowered in zip(self._open[first:], values, strict=True):
             text.values = lowered
         for number in texts[np.flatnonzero(np.diff(texts, prepend=-1))]:
@@ -185,7 +185,7 @@ def _pieces(text: str) -> Iterator[str]:
 def _donors(count: int) -> np.ndarray:
     """Return, for each attempt, the part from which each empty part takes its value, int64 [attempts, count]."""
     tries = np.arange(_MOST_DONORS, dtype=np.uint64)[:, None] * np.uint64(count)
-    hashes = mix64_array(mix64_array(tries + np.arange(count, dtype=np.uint64)) ^ np.uint64(_DONOR_SALT))
+    hashes = mix64_array(mix64_array(tries + np.arange(count, dtype=np.uint64)) ^ np.uint64(_DONOR_SEED_TAG))
     return ((hashes >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)).astype(np.int64)
 
 

@@ -18,14 +18,14 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from data_pipeline.prepare.duplicates.rule import DuplicateRule
+from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import Signer, band_keys
 from data_pipeline.prepare.sealed import are_whole, load_record, save_record, sync_files
 from longctx.files import sync_path
 
 FORMAT = "longctx-signed-1"
 RECORD_FILE = "signed.json"
-FACTS = np.dtype([("low", "<u8"), ("high", "<u8"), ("hash", "<u8"), ("text_bytes", "<u8")])
+DOCUMENT_DTYPE = np.dtype([("low", "<u8"), ("high", "<u8"), ("hash", "<u8"), ("text_bytes", "<u8")])
 """xxh3_128 of the text in two halves, its xxh3_64 (as in shards, decides the split), and its bytes."""
 _DOCUMENTS, _SIGNATURES, _KEYS, _BANDS = "documents.bin", "signatures.bin", "keys.tmp", "bands.bin"
 _NAMES, _ENDS = "names.bin", "ends.bin"
@@ -66,11 +66,11 @@ class SignedWriter:
         """Add the next document."""
         raw = text.encode()
         whole, half = xxhash.xxh3_128_intdigest(raw), xxhash.xxh3_64_intdigest(raw)
-        facts = np.array([(whole & 0xFFFFFFFFFFFFFFFF, whole >> 64, half, len(raw))], dtype=FACTS)
-        self._write(_DOCUMENTS, facts.tobytes())
-        spelt = name.encode()
-        self._name_bytes += len(spelt)
-        self._write(_NAMES, spelt)
+        row = np.array([(whole & 0xFFFFFFFFFFFFFFFF, whole >> 64, half, len(raw))], dtype=DOCUMENT_DTYPE)
+        self._write(_DOCUMENTS, row.tobytes())
+        encoded_name = name.encode()
+        self._name_bytes += len(encoded_name)
+        self._write(_NAMES, encoded_name)
         self._write(_ENDS, self._name_bytes.to_bytes(8, "little"))
         self.documents += 1
         self.text_bytes += len(raw)
@@ -142,9 +142,9 @@ class SignedPart:
         self._folder, self._rule = folder, rule
 
     @property
-    def facts(self) -> np.ndarray:
-        """Rows of ``FACTS``, one per document."""
-        return self._map(_DOCUMENTS, FACTS)
+    def document_rows(self) -> np.ndarray:
+        """Rows of ``DOCUMENT_DTYPE``, one per document."""
+        return self._map(_DOCUMENTS, DOCUMENT_DTYPE)
 
     @property
     def signatures(self) -> np.ndarray:
@@ -214,17 +214,17 @@ class SignedCorpus:
         found = np.empty((len(documents), *first.shape[1:]), dtype=first.dtype)
         # Go part by part, so that a file is mapped once for all requested rows.
         for part in np.unique(parts):
-            here = np.flatnonzero(parts == part)
-            found[here] = rows(self.parts[part])[documents[here] - self.starts[part]]
+            selected = np.flatnonzero(parts == part)
+            found[selected] = rows(self.parts[part])[documents[selected] - self.starts[part]]
         return found
 
     def signatures(self, documents: np.ndarray) -> np.ndarray:
         """Return signatures, uint16 [n, permutations]."""
         return self.gather(documents, lambda part: part.signatures)
 
-    def facts(self, documents: np.ndarray) -> np.ndarray:
-        """Return rows of ``FACTS`` [n]."""
-        return self.gather(documents, lambda part: part.facts)
+    def document_rows(self, documents: np.ndarray) -> np.ndarray:
+        """Return rows of ``DOCUMENT_DTYPE`` [n]."""
+        return self.gather(documents, lambda part: part.document_rows)
 
     def name(self, document: int) -> str:
         """Return a document's name."""
@@ -241,7 +241,7 @@ class SignedCorpus:
             wanted = ~leave[start : start + part.documents]
             if slices > 1:
                 wanted &= (found >> np.uint64(32)) * np.uint64(slices) >> np.uint64(32) == number
-            here = np.flatnonzero(wanted)
-            keys.append(found[here])
-            documents.append(here + start)
+            selected = np.flatnonzero(wanted)
+            keys.append(found[selected])
+            documents.append(selected + start)
         return np.concatenate(keys), np.concatenate(documents)

@@ -69,7 +69,7 @@ def unit_hashes(points: np.ndarray, unit: str) -> tuple[np.ndarray, np.ndarray]:
     # A unit starts and ends at word boundaries; characters between units are ignored.
     counts = in_word | alone
     starts = np.flatnonzero(counts & ~joins[:-1])
-    stops = np.flatnonzero(counts & ~joins[1:]) + 1
+    ends = np.flatnonzero(counts & ~joins[1:]) + 1
     # Polynomial hash (Karp and Rabin, 1987) for all words at once: Σ cᵢ·baseⁱ over a word is a difference of two prefix
     # sums, and dividing by base^start makes it independent of the word's position. All arithmetic is modulo 2^64.
     powers, inverses = _powers(len(points))
@@ -77,7 +77,7 @@ def unit_hashes(points: np.ndarray, unit: str) -> tuple[np.ndarray, np.ndarray]:
     sums[0] = 0
     np.multiply(points, powers, out=sums[1:], dtype=np.uint64)
     np.cumsum(sums[1:], out=sums[1:])
-    return mix64_array((sums[stops] - sums[starts]) * inverses[starts]), starts
+    return mix64_array((sums[ends] - sums[starts]) * inverses[starts]), starts
 
 
 @cache

@@ -21,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.prepare.parts.engine import Crew, OnPart
-from data_pipeline.prepare.parts.node import SHARED, Look, NodeWorker, library_versions
-from data_pipeline.prepare.parts.order import Failed, Order, Report, Setup
+from data_pipeline.prepare.parts.build_engine import BuildContext, OnPart
+from data_pipeline.prepare.parts.node import SHARED, NodeCheck, NodeWorker, library_versions
+from data_pipeline.prepare.parts.part_work import Advance, Advanced
 from data_pipeline.prepare.parts.staging import KEPT
-from data_pipeline.prepare.parts.work import Advance, Advanced
+from data_pipeline.prepare.parts.worker_messages import Failed, PartTask, Report, Setup
 from longctx.errors import ClusterError, ConfigError
 from longctx.files import sync_path, write_synced
 
@@ -125,39 +125,43 @@ class RayEngine:
     def __init__(self, ray: Any) -> None:
         self._ray = ray
 
-    def carry_out(self, orders: Sequence[Order], crew: Crew, *, advance: Advance, finished: OnPart) -> None:
+    def carry_out(
+        self, tasks: Sequence[PartTask], context: BuildContext, *, advance: Advance, finished: OnPart
+    ) -> None:
         """Carry out all orders, retrying a part up to ``ATTEMPTS`` times in total if its worker or node is lost."""
-        if not orders:
+        if not tasks:
             return
         nodes = _nodes(self._ray)
-        workers = crew.workers or int(sum(node["Resources"]["CPU"] for node in nodes))
+        workers = context.workers or int(sum(node["Resources"]["CPU"] for node in nodes))
         if not workers:
             raise ClusterError("the Ray cluster has no CPU. Add a node with `ray start`, or say --workers.")
-        _sweep(orders)
-        with _shown(crew.staging.folder) as look:
-            self._check_nodes(nodes, look)
+        _sweep(tasks)
+        with _shown(context.staging.folder) as node_check:
+            self._check_nodes(nodes, node_check)
             # Put the setup into Ray's object store: one copy per node, for any number of workers.
-            setup = self._ray.put(Setup.of(crew.job, crew.tokenizer, threads=1))
-            shift = _Shift(self._ray, orders, workers=workers, look=look, setup=setup)
+            setup = self._ray.put(Setup.of(context.job, context.tokenizer, threads=1))
+            shift = _Shift(self._ray, tasks, workers=workers, node_check=node_check, setup=setup)
             try:
                 shift.work(advance=advance, finished=finished)
             finally:
                 shift.end()
 
-    def _check_nodes(self, nodes: list[dict[str, Any]], look: Look) -> None:
+    def _check_nodes(self, nodes: list[dict[str, Any]], node_check: NodeCheck) -> None:
         """Raise ClusterError unless every node sees the staging folder and its writes are visible to this process."""
         ray = self._ray
-        task = ray.remote(Look.problem)
-        asked: dict[Any, dict[str, Any]] = {}
+        task = ray.remote(NodeCheck.problem)
+        checks: dict[Any, dict[str, Any]] = {}
         for node in nodes:
-            there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             # Zero CPUs: a node that is busy with other work can still be checked.
-            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
-            asked[task.options(**options).remote(look, node["NodeID"])] = node
-        _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_SECONDS_TO_START)
-        if silent:
-            raise ClusterError(f"{_name(asked[silent[0]])} does not answer. Restart it, or take it off the cluster.")
-        for ref, node in asked.items():
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": affinity}
+            checks[task.options(**options).remote(node_check, node["NodeID"])] = node
+        _, missing_ranks = ray.wait(list(checks), num_returns=len(checks), timeout=_SECONDS_TO_START)
+        if missing_ranks:
+            raise ClusterError(
+                f"{_name(checks[missing_ranks[0]])} does not answer. Restart it, or take it off the cluster."
+            )
+        for ref, node in checks.items():
             try:
                 problem = ray.get(ref)
             except ray.exceptions.RayTaskError as error:
@@ -169,27 +173,27 @@ class RayEngine:
                 # It gets no part now: its worker, if it ever starts one, is checked in the same way.
                 logger.warning("%s was lost before it was asked anything (%s)", _name(node), _reason(error))
                 continue
-            if problem is None and not look.is_answered(node["NodeID"]):
-                problem = f"sees another {look.folder} than this machine.\n{SHARED}"
+            if problem is None and not node_check.has_answer(node["NodeID"]):
+                problem = f"sees another {node_check.folder} than this machine.\n{SHARED}"
             if problem is not None:
                 raise ClusterError(f"{_name(node)} {problem}")
 
 
 @contextlib.contextmanager
-def _shown(folder: Path) -> Iterator[Look]:
+def _shown(folder: Path) -> Iterator[NodeCheck]:
     """Keep a file in ``folder`` within the block, by which other machines recognize the folder."""
-    look = Look(folder=folder, token=f"seen-{secrets.token_hex(8)}", versions=library_versions())
-    write_synced(folder / look.token, look.token.encode())
+    node_check = NodeCheck(folder=folder, token=f"seen-{secrets.token_hex(8)}", versions=library_versions())
+    write_synced(folder / node_check.token, node_check.token.encode())
     try:
-        yield look
+        yield node_check
     finally:
-        for path in folder.glob(f"{look.token}*"):
+        for path in folder.glob(f"{node_check.token}*"):
             path.unlink(missing_ok=True)
 
 
-def _sweep(orders: Sequence[Order]) -> None:
+def _sweep(tasks: Sequence[PartTask]) -> None:
     """Remove attempts left by a killed build."""
-    for parent in {order.folder.parent for order in orders}:
+    for parent in {order.folder.parent for order in tasks}:
         for path in parent.glob("[0-9]*.*"):
             # The attempt's worker may still be running and writing.
             shutil.rmtree(path, ignore_errors=True)
@@ -198,9 +202,9 @@ def _sweep(orders: Sequence[Order]) -> None:
 class _Shift:
     """One pass over all orders, with the workers that carry them out."""
 
-    def __init__(self, ray: Any, orders: Sequence[Order], *, workers: int, look: Look, setup: Any) -> None:
-        self._ray, self._workers, self._look, self._setup = ray, workers, look, setup
-        self._pending = deque(orders)
+    def __init__(self, ray: Any, tasks: Sequence[PartTask], *, workers: int, node_check: NodeCheck, setup: Any) -> None:
+        self._ray, self._workers, self._node_check, self._setup = ray, workers, node_check, setup
+        self._pending = deque(tasks)
         self._losses: Counter[int] = Counter()
         """Lost workers per part."""
         self._failed_starts = 0
@@ -208,7 +212,7 @@ class _Shift:
         self._numbers = itertools.count()
         # A worker uses one CPU; Ray chooses its node, spread over the cluster.
         self._kind = ray.remote(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")(NodeWorker)
-        self._heard = time.monotonic()
+        self._last_report_time = time.monotonic()
 
     def work(self, *, advance: Advance, finished: OnPart) -> None:
         """Assign orders until all are done."""
@@ -217,70 +221,70 @@ class _Shift:
                 try:
                     report = worker.report()
                 except self._ray.exceptions.RayError as error:
-                    self._lose(worker, error)
+                    self._drop_worker(worker, error)
                     continue
                 self._take(worker, report, finished)
             advance(sum((worker.progress for worker in self._team), Advanced()))
 
     def end(self) -> None:
         """End all workers and wait until they have stopped writing."""
-        awaited = [worker.awaited for worker in self._team]
+        pending = [worker.pending for worker in self._team]
         for worker in self._team:
             worker.dismiss()
-        if awaited:
+        if pending:
             # Their pending results are now errors.
-            self._ray.wait(awaited, num_returns=len(awaited), timeout=_SECONDS_TO_END, fetch_local=False)
+            self._ray.wait(pending, num_returns=len(pending), timeout=_SECONDS_TO_END, fetch_local=False)
         for worker in self._team:
             worker.remove_attempt()
         self._team.clear()
 
     def _recruit(self) -> bool:
         """Start or dismiss workers to match the remaining work; return whether work remains."""
-        busy = [worker for worker in self._team if worker.order is not None]
+        busy = [worker for worker in self._team if worker.task is not None]
         wanted = min(self._workers, len(self._pending) + len(busy))
         while len(self._team) < wanted:
             # Workers without a CPU wait for one: a cluster may grow.
             handle = self._kind.remote(self._setup)
-            self._team.append(_Worker(self._ray, handle, self._look, f"worker-{next(self._numbers)}"))
+            self._team.append(_Worker(self._ray, handle, self._node_check, f"worker-{next(self._numbers)}"))
         if len(self._team) > wanted:
             # Dismiss workers that still wait for a CPU, perhaps forever: no work remains for them.
             for worker in self._team:
-                if worker.order is None:
+                if worker.task is None:
                     worker.dismiss()
             self._team = busy
         return wanted > 0
 
     def _ready(self) -> list[_Worker]:
         """Return the workers with a report; empty if no report arrives within a second."""
-        awaited = {worker.awaited: worker for worker in self._team}
-        ready, rest = self._ray.wait(list(awaited), timeout=_SECONDS_BETWEEN_LOOKS, fetch_local=False)
+        worker_of_ref = {worker.pending: worker for worker in self._team}
+        ready, rest = self._ray.wait(list(worker_of_ref), timeout=_SECONDS_BETWEEN_LOOKS, fetch_local=False)
         if rest:
             # Take all that are ready: with a thousand workers, one at a time would be slow.
             ready += self._ray.wait(rest, num_returns=len(rest), timeout=0, fetch_local=False)[0]
         now = time.monotonic()
-        if ready or any(worker.order is not None for worker in self._team):
-            self._heard = now
-        elif now > self._heard + _SECONDS_BETWEEN_COMPLAINTS:
-            self._heard = now
+        if ready or any(worker.task is not None for worker in self._team):
+            self._last_report_time = now
+        elif now > self._last_report_time + _SECONDS_BETWEEN_COMPLAINTS:
+            self._last_report_time = now
             logger.warning("no CPU of the Ray cluster is free: waiting for one (`ray status` says who has them)")
-        return [awaited[ref] for ref in ready]
+        return [worker_of_ref[ref] for ref in ready]
 
     def _take(self, worker: _Worker, report: Report | str | None, finished: OnPart) -> None:
         """Handle one report."""
         if isinstance(report, Advanced):
             worker.progress = report
             return
-        order = worker.order
-        if order is None:
+        task = worker.task
+        if task is None:
             # The worker has checked its node.
             if isinstance(report, str):
                 raise ClusterError(f"a node ({worker.name}) {report}")
             self._failed_starts = 0
         else:
             if isinstance(report, Failed):
-                report.at(worker.name).raise_here(order.part)
+                report.at(worker.name).reraise(task.part)
             worker.deliver()
-            finished(order.part, report)
+            finished(task.part, report)
         if self._pending:
             worker.begin(self._pending.popleft())
         else:
@@ -288,31 +292,31 @@ class _Shift:
             self._team.remove(worker)
             worker.dismiss()
 
-    def _lose(self, worker: _Worker, error: Exception) -> None:
+    def _drop_worker(self, worker: _Worker, error: Exception) -> None:
         """Continue without a lost worker and queue its part again; raise ClusterError after too many losses."""
         self._team.remove(worker)
         worker.dismiss()
         worker.remove_attempt()
         reason = _reason(error)
-        if worker.order is None:
+        if worker.task is None:
             self._failed_starts += 1
             if self._failed_starts >= ATTEMPTS:
                 raise ClusterError(f"{ATTEMPTS} workers ended as soon as they began ({reason}).\n{KEPT}") from error
             return
-        order = worker.order
-        self._losses[order.part.number] += 1
-        lost = self._losses[order.part.number]
-        if lost >= ATTEMPTS:
+        task = worker.task
+        self._losses[task.part.number] += 1
+        num_losses = self._losses[task.part.number]
+        if num_losses >= ATTEMPTS:
             raise ClusterError(
-                f"{lost} workers were lost while they {order.done} {order.part}, the last of them {worker.name} "
+                f"{num_losses} workers were lost while they {task.done} {task.part}, the last of them {worker.name} "
                 f"({reason}).\n{KEPT} Try fewer --workers: most often memory is full."
             ) from error
         logger.warning(
             "%s was lost while it %s %s (%s): the part is handed out again, %d of %d",
-            *(worker.name, order.done, order.part, reason, lost + 1, ATTEMPTS),
+            *(worker.name, task.done, task.part, reason, num_losses + 1, ATTEMPTS),
         )
         # Queue it first, so that the others need not wait for it at the end.
-        self._pending.appendleft(order)
+        self._pending.appendleft(task)
 
 
 def _reason(error: BaseException) -> str:
@@ -328,43 +332,43 @@ def _reason(error: BaseException) -> str:
 class _Worker:
     """A cluster worker as seen by this process."""
 
-    def __init__(self, ray: Any, handle: Any, look: Look, name: str) -> None:
+    def __init__(self, ray: Any, handle: Any, node_check: NodeCheck, name: str) -> None:
         self._ray, self._handle = ray, handle
         self.name = name
         """Process and host, once the worker has started."""
-        self.awaited = handle.look.remote(look, name)
+        self.pending = handle.check_node.remote(node_check, name)
         """Pending result: first the worker's check, then its part's reports."""
-        self.order: Order | None = None
+        self.task: PartTask | None = None
         self.progress = Advanced()
         """Progress reported for the current part."""
         self._attempt: Path | None = None
 
-    def begin(self, order: Order) -> None:
+    def begin(self, task: PartTask) -> None:
         """Start the worker on a part."""
-        self.order, self.progress = order, Advanced()
-        self._attempt = order.folder.with_name(f"{order.folder.name}.{secrets.token_hex(4)}")
+        self.task, self.progress = task, Advanced()
+        self._attempt = task.folder.with_name(f"{task.folder.name}.{secrets.token_hex(4)}")
         carry_out = self._handle.carry_out.options(num_returns="streaming")
-        self.awaited = carry_out.remote(replace(order, folder=self._attempt))
+        self.pending = carry_out.remote(replace(task, folder=self._attempt))
 
     def report(self) -> Report | str | None:
         """Return the next report; before the first part the reason the worker cannot work, if any.
 
         Raises RayError if the worker is lost.
         """
-        if self.order is None:
-            self.name, problem = self._ray.get(self.awaited)
+        if self.task is None:
+            self.name, problem = self._ray.get(self.pending)
             return problem
-        return self._ray.get(next(self.awaited))
+        return self._ray.get(next(self.pending))
 
     def deliver(self) -> None:
         """Rename the worker's finished folder to the part's name."""
-        assert self.order is not None
+        assert self.task is not None
         assert self._attempt is not None
         # A folder that already exists is damaged, or the part would not have been assigned.
-        shutil.rmtree(self.order.folder, ignore_errors=True)
-        self._attempt.rename(self.order.folder)
-        sync_path(self.order.folder.parent)
-        self.order, self.progress, self._attempt = None, Advanced(), None
+        shutil.rmtree(self.task.folder, ignore_errors=True)
+        self._attempt.rename(self.task.folder)
+        sync_path(self.task.folder.parent)
+        self.task, self.progress, self._attempt = None, Advanced(), None
 
     def dismiss(self) -> None:
         """Kill the worker's process immediately, on any node."""

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.prepare.parts.order import Failed, Order, Report, Setup, carry_out
-from data_pipeline.prepare.parts.work import Advanced
+from data_pipeline.prepare.parts.part_work import Advanced
+from data_pipeline.prepare.parts.worker_messages import Failed, PartTask, Report, Setup, carry_out
 from longctx.files import write_synced
 
-_PATIENCE_SECONDS = 10.0
+_VISIBILITY_TIMEOUT_SECONDS = 10.0
 """Time until a file written elsewhere must be visible here."""
 
 _LIBRARIES = ("longctx-train", "numpy", "pyarrow", "sentencepiece", "tokenizers", "xxhash")
@@ -40,7 +40,7 @@ def library_versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class NodeCheck:
     """Conditions that a machine must meet to get work: it sees a new file in the staging folder and has equal
     libraries.
     """
@@ -73,7 +73,7 @@ class Look:
             return f"cannot write to {self.folder} ({error.strerror}).\n{SHARED}"
         return None
 
-    def is_answered(self, name: str) -> bool:
+    def has_answer(self, name: str) -> bool:
         """Return whether the machine's answer is visible here."""
         return _is_seen(self.answer(name), self.token)
 
@@ -94,11 +94,11 @@ class NodeWorker:
         # Loaded on first use: a pass that hashes texts needs no tokenizer.
         self._tokenizer = functools.cache(setup.load_tokenizer)
 
-    def look(self, look: Look, name: str) -> tuple[str, str | None]:
+    def check_node(self, node_check: NodeCheck, name: str) -> tuple[str, str | None]:
         """Return this process's name and the reason it cannot work, if any."""
-        return where(), look.problem(name)
+        return where(), node_check.problem(name)
 
-    def carry_out(self, order: Order) -> Iterator[Report]:
+    def carry_out(self, task: PartTask) -> Iterator[Report]:
         """Yield the part's progress from time to time, and finally its record or failure."""
         reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
 
@@ -114,7 +114,7 @@ class NodeWorker:
 
         def work() -> None:
             try:
-                reports.put(carry_out(order, job=self._job, tokenizer=self._tokenizer, advance=advance))
+                reports.put(carry_out(task, job=self._job, tokenizer=self._tokenizer, advance=advance))
             except BaseException as error:
                 # Send the error as a report: the caller shows a user's error as its own.
                 reports.put(Failed.of(error))
@@ -135,7 +135,7 @@ def where() -> str:
 
 def _is_seen(path: Path, content: str) -> bool:
     """Return whether a file written elsewhere is visible here; network file systems may take a moment."""
-    until = time.monotonic() + _PATIENCE_SECONDS
+    until = time.monotonic() + _VISIBILITY_TIMEOUT_SECONDS
     while True:
         try:
             if path.read_bytes() == content.encode():

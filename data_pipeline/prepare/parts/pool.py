@@ -9,14 +9,14 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Pipe, wait
 
-from data_pipeline.prepare.parts.deal import Part
-from data_pipeline.prepare.parts.engine import Crew, OnPart
-from data_pipeline.prepare.parts.order import Failed, Order, Record, Setup, carry_out
+from data_pipeline.prepare.parts.build_engine import BuildContext, OnPart
+from data_pipeline.prepare.parts.part_work import Advance, Advanced
+from data_pipeline.prepare.parts.source_parts import SourcePart
 from data_pipeline.prepare.parts.staging import KEPT, Staging
-from data_pipeline.prepare.parts.work import Advance, Advanced
-from data_pipeline.prepare.parts.worker import command
+from data_pipeline.prepare.parts.worker import worker_command
+from data_pipeline.prepare.parts.worker_messages import Failed, PartTask, Record, Setup, carry_out
 from longctx.errors import ClusterError
-from longctx.tokenizer.contract import Tokenizer
+from longctx.tokenizer.tokenizer_base import Tokenizer
 
 
 def usable_cores() -> int:
@@ -30,30 +30,32 @@ def usable_cores() -> int:
 class LocalEngine:
     """Engine with local processes, one per worker while there are enough parts; remaining workers become threads."""
 
-    def carry_out(self, orders: Sequence[Order], crew: Crew, *, advance: Advance, finished: OnPart) -> None:
+    def carry_out(
+        self, tasks: Sequence[PartTask], context: BuildContext, *, advance: Advance, finished: OnPart
+    ) -> None:
         """Carry out all orders, in this process if there is only one core or one part."""
-        workers = crew.workers or usable_cores()
-        processes = min(workers, len(orders))
+        workers = context.workers or usable_cores()
+        processes = min(workers, len(tasks))
         if not processes:
             return
         # If there are fewer parts than cores, each worker uses several threads.
         threads = workers // processes
         if processes == 1:
-            with _threads(crew.tokenizer, threads):
-                for order in orders:
-                    record = carry_out(order, job=crew.job, tokenizer=lambda: crew.tokenizer, advance=advance)
+            with _threads(context.tokenizer, threads):
+                for order in tasks:
+                    record = carry_out(order, job=context.job, tokenizer=lambda: context.tokenizer, advance=advance)
                     finished(order.part, record)
             return
-        setup = Setup.of(crew.job, crew.tokenizer, threads)
+        setup = Setup.of(context.job, context.tokenizer, threads)
         team: list[_Worker] = []
         try:
             for _ in range(processes):
-                team.append(_Worker(crew.staging))
+                team.append(_Worker(context.staging))
             # Start all workers before any setup is sent: each receives its setup only after its imports, which run in
             # parallel.
             for worker in team:
                 worker.send(setup)
-            _hand_out(orders, team, advance=advance, finished=finished)
+            _assign_tasks(tasks, team, advance=advance, finished=finished)
         finally:
             # Kill all workers before waiting for the first. SIGKILL is safe: a part without a record is discarded.
             for worker in team:
@@ -62,9 +64,9 @@ class LocalEngine:
                 worker.wait()
 
 
-def _hand_out(orders: Sequence[Order], team: list[_Worker], *, advance: Advance, finished: OnPart) -> None:
+def _assign_tasks(tasks: Sequence[PartTask], team: list[_Worker], *, advance: Advance, finished: OnPart) -> None:
     """Assign the next part to every idle worker until all are done."""
-    pending = iter(orders)
+    pending = iter(tasks)
     for worker in team:
         worker.begin(next(pending))
     busy = {worker.connection: worker for worker in team}
@@ -74,11 +76,11 @@ def _hand_out(orders: Sequence[Order], team: list[_Worker], *, advance: Advance,
             part, record = worker.report()
             if record is not None:
                 finished(part, record)
-                following = next(pending, None)
-                if following is None:
+                next_task = next(pending, None)
+                if next_task is None:
                     del busy[worker.connection]
                 else:
-                    worker.begin(following)
+                    worker.begin(next_task)
         # Workers count only their current part; finished parts are no longer included.
         advance(sum((worker.progress for worker in busy.values()), Advanced()))
 
@@ -87,40 +89,40 @@ class _Worker:
     """A worker process as seen by its parent."""
 
     def __init__(self, staging: Staging) -> None:
-        self.connection, theirs = Pipe()
-        with theirs, _interrupts_held():
+        self.connection, worker_end = Pipe()
+        with worker_end, _block_sigint():
             # The worker inherits the lock: until it has ended, no other build writes to the same folder.
             self._process = subprocess.Popen(
-                command(theirs.fileno()),
+                worker_command(worker_end.fileno()),
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), staging.lock),
+                pass_fds=(worker_end.fileno(), staging.lock),
             )
-        self._order: Order | None = None
+        self._task: PartTask | None = None
         self.progress = Advanced()
         """Progress reported for the current part."""
 
-    def begin(self, order: Order) -> None:
+    def begin(self, task: PartTask) -> None:
         """Send a part to work on."""
-        self._order, self.progress = order, Advanced()
-        self.send(order)
+        self._task, self.progress = task, Advanced()
+        self.send(task)
 
-    def send(self, message: Setup | Order) -> None:
+    def send(self, message: Setup | PartTask) -> None:
         """Send the message that the worker waits for."""
-        with self._explained():
+        with self._convert_disconnect():
             self.connection.send(message)
 
-    def report(self) -> tuple[Part, Record | None]:
+    def report(self) -> tuple[SourcePart, Record | None]:
         """Return the worker's part, with the record if the part is done; raise the error that ended the worker."""
-        assert self._order is not None
-        with self._explained():
+        assert self._task is not None
+        with self._convert_disconnect():
             report = self.connection.recv()
         if isinstance(report, Failed):
-            report.raise_here(self._order.part)
+            report.reraise(self._task.part)
         if isinstance(report, Advanced):
             self.progress = report
-            return self._order.part, None
+            return self._task.part, None
         self.progress = Advanced()
-        return self._order.part, report
+        return self._task.part, report
 
     def kill(self) -> None:
         """Kill the process immediately."""
@@ -132,7 +134,7 @@ class _Worker:
         self.connection.close()
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _convert_disconnect(self) -> Iterator[None]:
         """Convert a lost connection within the block to a ClusterError that names the worker's part."""
         try:
             yield
@@ -141,10 +143,10 @@ class _Worker:
             how = f"ended with code {code}."
             if code < 0:
                 how = f"was killed by {signal.Signals(-code).name}: most often the machine's memory was full."
-            what = "a worker"
-            if self._order is not None:
-                what = f"the worker that {self._order.done} {self._order.part}"
-            raise ClusterError(f"{what} {how}\n{KEPT} Try fewer --workers.") from error
+            subject = "a worker"
+            if self._task is not None:
+                subject = f"the worker that {self._task.done} {self._task.part}"
+            raise ClusterError(f"{subject} {how}\n{KEPT} Try fewer --workers.") from error
 
 
 @contextlib.contextmanager
@@ -158,7 +160,7 @@ def _threads(tokenizer: Tokenizer, threads: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
+def _block_sigint() -> Iterator[None]:
     """Block SIGINT for processes started within the block: Ctrl-C reaches the full process group, and the parent ends
     its workers.
     """

@@ -19,16 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.prepare.documents import Skip
 from data_pipeline.prepare.duplicates.outcome import DUPLICATES_FILE, Outcome
 from data_pipeline.prepare.duplicates.signed import RECORD_FILE as SIGNED_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOutFile
-from data_pipeline.prepare.parts.record import RECORD_FILE, SPLITS, PartRecord, find_damage
+from data_pipeline.prepare.parts.part_record import RECORD_FILE, SPLITS, PartRecord, find_invalid_file
+from data_pipeline.prepare.source_items import Skip
+from data_pipeline.shards.block_checksum import checksum_file
 from data_pipeline.shards.manifest import Manifest, ShardEntry, sorted_histogram
-from data_pipeline.shards.sums import sums_file
 from longctx.errors import DataError
-from longctx.files import explained_writes, sync_path, write_atomically
-from longctx.tokenizer.contract import Tokenizer
+from longctx.files import convert_write_errors, sync_path, write_atomically
+from longctx.tokenizer.tokenizer_base import Tokenizer
 
 FORMAT = "longctx-build-1"
 _LOCK, _RECIPE, _PARTS, _WHOLE = "lock", "recipe.json", "parts", "whole"
@@ -45,7 +45,7 @@ Recipe = dict[str, Any]
 
 def move_shard(path: Path, to: Path) -> None:
     """Rename a shard and its checksum file, each if it exists: an assembly may have ended between the two."""
-    for old, new in ((path.with_name(sums_file(path.name)), to.with_name(sums_file(to.name))), (path, to)):
+    for old, new in ((path.with_name(checksum_file(path.name)), to.with_name(checksum_file(to.name))), (path, to)):
         if old.exists():
             old.rename(new)
 
@@ -80,17 +80,17 @@ class Staging:
     def finished(self, count: int) -> tuple[dict[int, PartRecord], list[str]]:
         """Return the records of intact parts, by number, and the damaged files in others."""
         records: dict[int, PartRecord] = {}
-        damaged: list[str] = []
+        invalid_files: list[str] = []
         for number in range(count):
             record = PartRecord.load(self.part_folder(number))
             if record is None:
                 continue
-            problem = find_damage(self.part_folder(number), record)
+            problem = find_invalid_file(self.part_folder(number), record)
             if problem is None:
                 records[number] = record
             else:
-                damaged.append(problem)
-        return records, damaged
+                invalid_files.append(problem)
+        return records, invalid_files
 
     def moves(self, records: list[PartRecord]) -> Iterator[tuple[str, ShardEntry, Path]]:
         """Yield each shard's split, its entry in the assembled folder, and its path in its part."""
@@ -148,11 +148,11 @@ def open_staging(
     ``overwrite``. After an error the folder is kept if a part is finished, and removed otherwise.
     """
     folder = staging_folder(output)
-    with explained_writes(output, kept=KEPT):
+    with convert_write_errors(output, kept=KEPT):
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder, output)
         try:
-            _settle_recipe(folder, output, recipe, overwrite=overwrite, say=say)
+            _resolve_recipe(folder, output, recipe, overwrite=overwrite, say=say)
             staging = Staging(output, lock)
             staging.take_back(count)
             try:
@@ -167,7 +167,7 @@ def open_staging(
             os.close(lock)
 
 
-def remove_leftovers(output: Path) -> None:
+def remove_stale_staging(output: Path) -> None:
     """Remove the staging folder of a build that was killed after its output had appeared."""
     folder = staging_folder(output)
     # Only if it is emptied: another build may be running there at this moment.
@@ -176,12 +176,12 @@ def remove_leftovers(output: Path) -> None:
     if (folder / _SIGNATURES).exists():
         return
     with contextlib.suppress(DataError, OSError):
-        lock = _lock(folder, output, patience=0)
+        lock = _lock(folder, output, timeout_seconds=0)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
-def _settle_recipe(folder: Path, output: Path, recipe: Recipe, *, overwrite: bool, say: Callable[[str], None]) -> None:
+def _resolve_recipe(folder: Path, output: Path, recipe: Recipe, *, overwrite: bool, say: Callable[[str], None]) -> None:
     """Initialize the folder for ``recipe``; raise DataError if it belongs to another recipe."""
     content = {"format": FORMAT, **recipe}
     path = folder / _RECIPE
@@ -192,13 +192,13 @@ def _settle_recipe(folder: Path, output: Path, recipe: Recipe, *, overwrite: boo
     if found == content:
         return
     if found is None:
-        foreign = sorted({entry.name for entry in folder.iterdir()} - {_LOCK, _RECIPE})
-        if any(not name.startswith(f".{_RECIPE}.") for name in foreign):
-            raise DataError(f"{folder} is needed for the build and holds {foreign[0]}. Remove it.")
+        other_files = sorted({entry.name for entry in folder.iterdir()} - {_LOCK, _RECIPE})
+        if any(not name.startswith(f".{_RECIPE}.") for name in other_files):
+            raise DataError(f"{folder} is needed for the build and holds {other_files[0]}. Remove it.")
     elif _has_finished_parts(folder) and not overwrite:
-        differing = [key for key in content if not isinstance(found, dict) or found.get(key) != content[key]]
+        mismatches = [key for key in content if not isinstance(found, dict) or found.get(key) != content[key]]
         raise DataError(
-            f"{folder} holds the finished parts of a build of {output} from another {' and '.join(differing)}.\n"
+            f"{folder} holds the finished parts of a build of {output} from another {' and '.join(mismatches)}.\n"
             "Go on with that build, begin anew with --overwrite (overwrite=True), or remove the folder."
         )
     else:
@@ -215,12 +215,12 @@ def _has_finished_parts(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in records)
 
 
-def _lock(folder: Path, output: Path, patience: float = _LAST_BREATH_SECONDS) -> int:
+def _lock(folder: Path, output: Path, timeout_seconds: float = _LAST_BREATH_SECONDS) -> int:
     """Return a handle to the folder's lock; raise DataError if another build holds it.
 
     The lock is released when all processes that hold it have ended.
     """
-    until = time.monotonic() + patience
+    until = time.monotonic() + timeout_seconds
     while True:
         folder.mkdir(exist_ok=True)
         handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -265,11 +265,11 @@ def _has_died(host: str, pid: str) -> bool:
     return False
 
 
-def assemble(
+def assemble_folder(
     staging: Staging,
     records: list[PartRecord],
     *,
-    not_listed: Sequence[Skip],
+    listing_skipped: Sequence[Skip],
     skipped: dict[str, int],
     tokenizer: Tokenizer,
     sources: list[dict[str, Any]],
@@ -282,7 +282,7 @@ def assemble(
     """
     staging.whole.mkdir()
     left_out = LeftOutFile(staging.whole)
-    for skip in not_listed:
+    for skip in listing_skipped:
         left_out.add(skip)
     for number, record in enumerate(records):
         if record.left_out:
@@ -302,10 +302,10 @@ def assemble(
             continue
         tokenizer.save(staging.split_folder(split))
         # The list belongs to the source: it is stored once, with the training split.
-        listed = ""
+        list_hash = ""
         duplicates: dict[str, Any] = {}
         if split == "training":
-            listed = left_out_hash
+            list_hash = left_out_hash
             duplicates = found
         manifest = Manifest(
             split=split,
@@ -316,7 +316,7 @@ def assemble(
             options=options,
             shards=entries[split],
             skipped=skipped,
-            left_out=listed,
+            left_out=list_hash,
             duplicates=duplicates,
             **_sums(records, split),
         )

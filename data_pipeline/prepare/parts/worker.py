@@ -19,11 +19,11 @@ from data_pipeline.prepare.parts.node import NodeWorker
 _SECONDS_BETWEEN_REPORTS = 0.2
 
 
-def command(handle: int) -> list[str]:
+def worker_command(handle: int) -> list[str]:
     """Return a worker's command line; ``handle`` is the open file of its end of the connection."""
-    boot = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    boot += "from data_pipeline.prepare.parts.worker import main; main(int(sys.argv[1]))"
-    return [sys.executable, "-c", boot, str(handle), json.dumps(sys.path)]
+    startup = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    startup += "from data_pipeline.prepare.parts.worker import main; main(int(sys.argv[1]))"
+    return [sys.executable, "-c", startup, str(handle), json.dumps(sys.path)]
 
 
 def main(handle: int) -> None:

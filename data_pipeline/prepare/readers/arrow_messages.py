@@ -24,7 +24,7 @@ _OLD_COMPRESSION = b"ARROW:experimental_compression"
 """Marker that Arrow 0.17 used for compressed buffers."""
 
 
-class CheckedMessages(io.RawIOBase):
+class BoundedMessages(io.RawIOBase):
     """Byte stream over checked messages.
 
     Reading raises DamageError if a batch expands too much, and ArrowInvalid if a message is malformed.

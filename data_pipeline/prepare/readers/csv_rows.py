@@ -12,8 +12,7 @@ import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from data_pipeline.prepare.documents import DamageError, Document, Fields, Item, Skip
-from data_pipeline.prepare.readers.opened import OpenFile
+from data_pipeline.prepare.readers.open_file import OpenFile
 from data_pipeline.prepare.readers.records import (
     MAX_RECORD_BYTES,
     Record,
@@ -23,35 +22,36 @@ from data_pipeline.prepare.readers.records import (
     item_of,
     no_field,
 )
+from data_pipeline.prepare.source_items import Document, Fields, FileContentError, Item, Skip
 
 # The module has one limit for the entire process, and its default, 128 KiB, would reject long documents.
 csv.field_size_limit(MAX_RECORD_BYTES)
 
 
-def read_csv(opened: OpenFile, fields: Fields) -> Iterator[Item]:
+def read_csv(source: OpenFile, fields: Fields) -> Iterator[Item]:
     """Yield one document per comma-separated row; a cell may contain newlines in double quotes."""
     spans = _Spans()
     try:
-        yield from _read(opened, fields, _csv_rows(_lines(opened, ""), spans), "CSV")
-    except DamageError:
-        yield from spans.note(opened.name)
+        yield from _read(source, fields, _csv_rows(_lines(source, ""), spans), "CSV")
+    except FileContentError:
+        yield from spans.note(source.name)
         raise
-    yield from spans.note(opened.name)
+    yield from spans.note(source.name)
 
 
-def read_tsv(opened: OpenFile, fields: Fields) -> Iterator[Item]:
+def read_tsv(source: OpenFile, fields: Fields) -> Iterator[Item]:
     """Yield one document per tab-separated row; a tab or newline in a cell cannot be escaped."""
-    yield from _read(opened, fields, _tsv_rows(opened), "TSV")
+    yield from _read(source, fields, _tsv_rows(source), "TSV")
 
 
-def columns_of_csv(opened: OpenFile) -> list[str]:
+def columns_of_csv(source: OpenFile) -> list[str]:
     """Return the comma-separated column names; empty if the first row is invalid."""
-    return _header(_csv_rows(_lines(opened, ""), _Spans()))
+    return _header(_csv_rows(_lines(source, ""), _Spans()))
 
 
-def columns_of_tsv(opened: OpenFile) -> list[str]:
+def columns_of_tsv(source: OpenFile) -> list[str]:
     """Return the tab-separated column names."""
-    return _header(_tsv_rows(opened))
+    return _header(_tsv_rows(source))
 
 
 def _header(rows: Iterator[list[str] | str]) -> list[str]:
@@ -61,7 +61,7 @@ def _header(rows: Iterator[list[str] | str]) -> list[str]:
     return row
 
 
-def _read(opened: OpenFile, fields: Fields, rows: Iterable[list[str] | str], kind: str) -> Iterator[Item]:
+def _read(source: OpenFile, fields: Fields, rows: Iterable[list[str] | str], kind: str) -> Iterator[Item]:
     """Yield one document per row, numbered from 0. A string in place of a row describes a fault.
 
     For conversations a cell contains JSON, as in a table with string columns.
@@ -69,7 +69,7 @@ def _read(opened: OpenFile, fields: Fields, rows: Iterable[list[str] | str], kin
     header, column = None, 0
     # The header has no number.
     for number, row in enumerate(rows, start=-1):
-        name = f"{opened.name}:{max(number, 0)}"
+        name = f"{source.name}:{max(number, 0)}"
         if isinstance(row, str):
             yield Skip(name, f"not {kind}", row, is_fault=True)
             if header is None:
@@ -78,7 +78,7 @@ def _read(opened: OpenFile, fields: Fields, rows: Iterable[list[str] | str], kin
             header = row
             missing = find_missing(fields, header)
             if missing:
-                yield no_field(opened.name, missing, header, header)
+                yield no_field(source.name, missing, header, header)
                 return
             column = header.index(fields.names[0])
         elif len(row) != len(header):
@@ -150,9 +150,9 @@ def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
             yield row
 
 
-def _tsv_rows(opened: OpenFile) -> Iterator[list[str]]:
+def _tsv_rows(source: OpenFile) -> Iterator[list[str]]:
     """Yield each nonempty line's cells."""
-    for line in _lines(opened, "\n"):
+    for line in _lines(source, "\n"):
         line = line.removesuffix("\n").removesuffix("\r")
         if line:
             yield _tsv_cells(line)
@@ -163,15 +163,15 @@ def _tsv_cells(line: str) -> list[str]:
     return line.split("\t")
 
 
-def _lines(opened: OpenFile, newline: str) -> Iterator[str]:
+def _lines(source: OpenFile, newline: str) -> Iterator[str]:
     """Yield lines with their line ends; raise DamageError if one exceeds the maximum record length."""
     # Bytes that are not UTF-8 become lone surrogates, so that they invalidate only their own row.
-    text = io.TextIOWrapper(opened.stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+    text = io.TextIOWrapper(source.stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
     try:
         while line := text.readline(MAX_RECORD_BYTES + 1):
             check_length(len(line))
             yield line
     finally:
         # Detach, because TextIOWrapper would close the file, whose position is still needed.
-        if not opened.stream.closed:
+        if not source.stream.closed:
             text.detach()

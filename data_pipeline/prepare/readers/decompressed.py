@@ -17,8 +17,8 @@ from typing import BinaryIO, Protocol
 
 import zstandard
 
-from data_pipeline.prepare.documents import DamageError
 from data_pipeline.prepare.readers.records import allowance, check_expansion
+from data_pipeline.prepare.source_items import FileContentError
 
 _INPUT_BYTES = 2 << 10
 """Bytes per read: as zstd they can become 64 MiB, all in memory at once. Smaller reads take longer."""
@@ -58,7 +58,7 @@ class Decompressed(io.BufferedIOBase):
         self._raw, self._compression = raw, compression
         self._input = b""
         self._output = memoryview(b"")
-        self._damage: DamageError | None = None
+        self._error: FileContentError | None = None
         self._frame: _Frame | None = None
         # Bytes on disk: consumed so far, and before the current frame.
         self._at = self._frame_at = 0
@@ -83,8 +83,8 @@ class Decompressed(io.BufferedIOBase):
             found.append(bytes(self._output[:left]))
             self._output = self._output[left:]
             left -= len(found[-1])
-        if self._damage is not None and not found and left:
-            raise self._damage
+        if self._error is not None and not found and left:
+            raise self._error
         return b"".join(found)
 
     def read1(self, size: int = -1, /) -> bytes:
@@ -103,12 +103,12 @@ class Decompressed(io.BufferedIOBase):
 
     def _fill(self) -> bool:
         """Decompress more; return False at the end, or if only damage follows."""
-        if self._damage is None:
+        if self._error is None:
             try:
                 self._output = memoryview(self._next())
-            except DamageError as damage:
-                self._damage = damage
-                self._output = memoryview(self._before_damage())
+            except FileContentError as damage:
+                self._error = damage
+                self._output = memoryview(self._read_until_error())
         return bool(self._output)
 
     def _next(self) -> bytes:
@@ -147,7 +147,7 @@ class Decompressed(io.BufferedIOBase):
             where = "it cannot be decompressed"
             if self._frames:
                 where = f"what follows its first {self._frame_at:,} bytes cannot be decompressed"
-            raise DamageError(f"{where} ({error})") from error
+            raise FileContentError(f"{where} ({error})") from error
         self._at += len(self._input)
         self._given, self._total = self._given + len(output), self._total + len(output)
         self._input = b""
@@ -162,7 +162,7 @@ class Decompressed(io.BufferedIOBase):
             check_expansion(self._total, self._at)
         return output
 
-    def _before_damage(self) -> bytes:
+    def _read_until_error(self) -> bytes:
         """Return the rest of the current frame's output, up to the byte at which it fails."""
         if self._frame is None:
             return b""
@@ -171,8 +171,8 @@ class Decompressed(io.BufferedIOBase):
         frame, output, position = _new_frame(self._compression, is_first=not self._frames), [], self._raw.tell()
         self._raw.seek(self._frame_at)
         fine, left, is_full = self._at - self._frame_at, self._given, False
-        spare = allowance(self._at) - self._total
-        while spare >= 0:
+        budget = allowance(self._at) - self._total
+        while budget >= 0:
             piece = b""
             if not is_full and not (piece := self._raw.read(min(_INPUT_BYTES, max(fine, 1)))):
                 break
@@ -181,7 +181,7 @@ class Decompressed(io.BufferedIOBase):
             except _ERRORS:
                 break
             output.append(given[left:])
-            spare -= len(output[-1])
+            budget -= len(output[-1])
             fine, left = fine - len(piece), max(0, left - len(given))
         self._raw.seek(position)
         return b"".join(output)
@@ -189,13 +189,13 @@ class Decompressed(io.BufferedIOBase):
     def _check_end(self) -> None:
         """Raise DamageError if the file must not end here."""
         if self._frame is not None:
-            raise DamageError("it ends before its compressed data does")
+            raise FileContentError("it ends before its compressed data does")
         self._check_padding()
 
     def _check_padding(self) -> None:
         """Raise DamageError if padding has an invalid length."""
         if self._padding and self._padding % _PADDING[self._compression]:
-            raise DamageError(f"its {self._padding} zero bytes of padding are no multiple of 4")
+            raise FileContentError(f"its {self._padding} zero bytes of padding are no multiple of 4")
 
 
 def _new_frame(compression: str, *, is_first: bool) -> _Frame:

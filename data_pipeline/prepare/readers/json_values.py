@@ -8,35 +8,35 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from data_pipeline.prepare.documents import DamageError, Fields, Item, Skip
-from data_pipeline.prepare.readers.opened import OpenFile
+from data_pipeline.prepare.readers.open_file import OpenFile
 from data_pipeline.prepare.readers.records import MOST_VALUES, Record, check_length, check_values, items_of
+from data_pipeline.prepare.source_items import Fields, FileContentError, Item, Skip
 
 _PIECE_BYTES = 1 << 20
 
 
-def read_lines(opened: OpenFile, fields: Fields) -> Iterator[Item]:
+def read_lines(source: OpenFile, fields: Fields) -> Iterator[Item]:
     """Yield one document per line."""
-    yield from items_of(records_in_lines(opened), fields)
+    yield from items_of(records_in_lines(source), fields)
 
 
-def records_in_lines(opened: OpenFile, begun: bytes = b"") -> Iterator[Record | Skip]:
+def records_in_lines(source: OpenFile, prefix: bytes = b"") -> Iterator[Record | Skip]:
     """Yield each line's value, or a Skip with the reason; blank lines are ignored.
 
-    ``begun`` holds bytes already read from the stream.
+    ``prefix`` holds bytes already read from the stream.
     """
-    for number, line in enumerate(_lines(opened.stream, begun), start=opened.piece.first + 1):
+    for number, line in enumerate(_lines(source.stream, prefix), start=source.piece.first + 1):
         if line.strip():
-            yield _record(line, f"{opened.name}:{number}")
+            yield _record(line, f"{source.name}:{number}")
 
 
-def _lines(stream: BinaryIO, begun: bytes) -> Iterator[bytes]:
+def _lines(stream: BinaryIO, prefix: bytes) -> Iterator[bytes]:
     r"""Yield lines without their newline; only ``\n`` ends a line, as JSON Lines requires."""
     # Iterating over the stream would also end lines at \r and at Unicode line separators. Collect a long line's blocks
     # and join them once, to avoid quadratic copying.
     unfinished: list[bytes] = []
     length = 0
-    piece = begun or stream.read(_PIECE_BYTES)
+    piece = prefix or stream.read(_PIECE_BYTES)
     while piece:
         head, *lines = piece.split(b"\n")
         unfinished.append(head)
@@ -61,7 +61,7 @@ def _record(line: bytes, name: str) -> Record | Skip:
         value = json.loads(text)
     except UnicodeDecodeError as error:
         return Skip(name, "not UTF-8", str(error), is_fault=True)
-    except (ValueError, RecursionError, DamageError) as error:
+    except (ValueError, RecursionError, FileContentError) as error:
         return Skip(name, "not JSON", str(error), is_fault=True)
     return Record(name, value)
 
@@ -73,43 +73,43 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _LONGEST_SCALAR_ERROR = 16
 
 
-def read_json(opened: OpenFile, fields: Fields) -> Iterator[Item]:
+def read_json_records(source: OpenFile, fields: Fields) -> Iterator[Item]:
     """Yield one document per array element, value or line."""
-    yield from items_of(records_in_json(opened), fields)
+    yield from items_of(records_in_json(source), fields)
 
 
-def records_in_json(opened: OpenFile) -> Iterator[Record | Skip]:
+def records_in_json(source: OpenFile) -> Iterator[Record | Skip]:
     """Yield each array element, value or line, depending on how the file starts."""
-    begun, is_lines = _begin(opened.stream)
+    prefix, is_lines = _begin(source.stream)
     if is_lines:
-        yield from records_in_lines(opened, begun)
+        yield from records_in_lines(source, prefix)
         return
-    for number, value in enumerate(_values(_Buffer(opened.stream, begun))):
-        yield Record(f"{opened.name}:{number}", value)
+    for number, value in enumerate(_values(_Buffer(source.stream, prefix))):
+        yield Record(f"{source.name}:{number}", value)
 
 
 def _begin(stream: BinaryIO) -> tuple[bytes, bool]:
     """Return the start of the file, and whether it is JSON Lines."""
-    begun = stream.read(_PIECE_BYTES)
+    prefix = stream.read(_PIECE_BYTES)
     while True:
-        content = begun.removeprefix(_BYTE_ORDER_MARK).lstrip()
+        content = prefix.removeprefix(_BYTE_ORDER_MARK).lstrip()
         # An array may be the entire file on one line, so do not wait for a line end.
         if content[:1] == b"[":
-            return begun, False
+            return prefix, False
         line, newline, _ = content.partition(b"\n")
         # Read more only while the first line has not ended, doubling each time.
         piece = b""
         if not newline:
-            check_length(len(begun))
+            check_length(len(prefix))
             try:
-                piece = stream.read(max(_PIECE_BYTES, len(begun)))
-            except DamageError:
+                piece = stream.read(max(_PIECE_BYTES, len(prefix)))
+            except FileContentError:
                 # The next read raises it again: the line may contain complete values before the damage.
-                return begun, False
+                return prefix, False
         if not piece:
             # An object that spans lines starts with "{" or with fields that end in a comma.
-            return begun, line.rstrip().endswith(b"}")
-        begun += piece
+            return prefix, line.rstrip().endswith(b"}")
+        prefix += piece
 
 
 def _values(buffer: _Buffer) -> Iterator[Any]:
@@ -128,20 +128,20 @@ def _values(buffer: _Buffer) -> Iterator[Any]:
         separator = buffer.next_character()
         buffer.skip_character()
     if not separator:
-        raise DamageError("the array has no end")
+        raise FileContentError("the array has no end")
     if separator != "]":
-        raise DamageError(f"{separator!r} stands behind an element of the array")
+        raise FileContentError(f"{separator!r} stands behind an element of the array")
     if buffer.next_character():
-        raise DamageError("there is more behind the array")
+        raise FileContentError("there is more behind the array")
 
 
 class _Buffer:
     """Window over the text being parsed. Bytes that are not UTF-8 become lone surrogates."""
 
-    def __init__(self, stream: BinaryIO, begun: bytes) -> None:
+    def __init__(self, stream: BinaryIO, prefix: bytes) -> None:
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
-        self._text = self._decoder.decode(begun)
+        self._text = self._decoder.decode(prefix)
         self._at = 0
 
     def next_character(self) -> str:
@@ -166,9 +166,9 @@ class _Buffer:
             except json.JSONDecodeError as error:
                 if self._may_be_cut(error) and self._fill():
                     continue
-                raise DamageError(f"not JSON ({error.msg})") from error
+                raise FileContentError(f"not JSON ({error.msg})") from error
             except (ValueError, RecursionError) as error:
-                raise DamageError(f"not JSON ({error})") from error
+                raise FileContentError(f"not JSON ({error})") from error
             # A number that ends with the buffer may continue after it; any other value is complete.
             if isinstance(value, int | float) and end == len(self._text) and self._fill():
                 continue
@@ -184,20 +184,20 @@ class _Buffer:
         rest = self._text[self._at :]
         check_length(len(rest))
         check_values(rest)
-        more, values, left = [rest], 0, max(_PIECE_BYTES, len(rest))
+        pieces, values, left = [rest], 0, max(_PIECE_BYTES, len(rest))
         # Double the text, so that a long value is parsed again only a few times, but stop at too many values.
         while left > 0 and values < MOST_VALUES:
             try:
                 piece = self._stream.read(_PIECE_BYTES)
-            except DamageError:
+            except FileContentError:
                 # The next read raises it again: return the text before the damage first.
-                if len(more) > 1:
+                if len(pieces) > 1:
                     break
                 raise
-            more.append(self._decoder.decode(piece, final=not piece))
+            pieces.append(self._decoder.decode(piece, final=not piece))
             left -= len(piece)
-            values += more[-1].count(",")
+            values += pieces[-1].count(",")
             if not piece:
                 break
-        self._text, self._at = "".join(more), 0
+        self._text, self._at = "".join(pieces), 0
         return len(self._text) > len(rest)

@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_pipeline.prepare.documents import PAIRS, Fields, Piece, Skip
 from data_pipeline.prepare.readers.records import (
     NO_CONVERSATION,
     Record,
@@ -22,9 +21,10 @@ from data_pipeline.prepare.readers.records import (
     check_expansion,
     check_length,
 )
-from longctx.chat.conversation import MEDIA, copied
+from data_pipeline.prepare.source_items import PAIRS, Fields, FilePiece, Skip
+from longctx.chat.conversation import MEDIA, copy_json
 
-_BESIDE = ("tools", "system", *MEDIA)
+_OPTIONAL_COLUMNS = ("tools", "system", *MEDIA)
 """Optional columns in addition to a conversation's own."""
 _TO_BINARY = {
     pa.string(): pa.binary(),
@@ -47,8 +47,8 @@ def columns_of(schema: pa.Schema, fields: Fields) -> list[str]:
     if fields.kind in ("text", PAIRS):
         return list(fields.names)
     # Leave duplicated optional columns out; a duplicated required column is rejected by name.
-    beside = tuple(name for name in _BESIDE if schema.names.count(name) == 1)
-    return list(fields.names + beside)
+    optional = tuple(name for name in _OPTIONAL_COLUMNS if schema.names.count(name) == 1)
+    return list(fields.names + optional)
 
 
 def find_odd(schema: pa.Schema, fields: Fields) -> str:
@@ -62,10 +62,10 @@ def find_odd(schema: pa.Schema, fields: Fields) -> str:
     return ""
 
 
-def records_in(batch: pa.RecordBatch, piece: Piece, first: int) -> Iterator[Record | Skip]:
+def records_in(batch: pa.RecordBatch, piece: FilePiece, first: int) -> Iterator[Record | Skip]:
     """Yield a batch's rows as records; raise DamageError if a row expands too much."""
     rows: list[dict[str, Any]] = []
-    values, num_bytes = _measure(batch.columns)
+    values, num_bytes = _count_values(batch.columns)
     if values <= _VALUES_TOGETHER and num_bytes <= _BYTES_TOGETHER:
         # Unreadable values are skipped row by row below.
         with contextlib.suppress(*_NO_VALUES):
@@ -78,9 +78,9 @@ def records_in(batch: pa.RecordBatch, piece: Piece, first: int) -> Iterator[Reco
             yield _record(batch.slice(number, 1), name, piece)
 
 
-def _record(row: pa.RecordBatch, name: str, piece: Piece) -> Record | Skip:
+def _record(row: pa.RecordBatch, name: str, piece: FilePiece) -> Record | Skip:
     """Convert one row to a record, or to a Skip with the reason; raise DamageError if it expands too much."""
-    values, num_bytes = _measure(row.columns)
+    values, num_bytes = _count_values(row.columns)
     check_cells(values)
     check_length(num_bytes)
     check_expansion(num_bytes, piece.size)
@@ -94,22 +94,22 @@ def _record(row: pa.RecordBatch, name: str, piece: Piece) -> Record | Skip:
 
 def _present(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with null-valued keys dropped inside its values."""
-    return {name: copied(value, nulls=False) for name, value in row.items()}
+    return {name: copy_json(value, nulls=False) for name, value in row.items()}
 
 
-def as_bytes(column: pa.Array) -> pa.Array:
+def as_binary(column: pa.Array) -> pa.Array:
     """Replace UTF-8 types by binary ones, so that only rows with invalid UTF-8 are lost."""
     kind = column.type
     if pa.types.is_dictionary(kind):
-        return pa.DictionaryArray.from_arrays(column.indices, as_bytes(column.dictionary), safe=False)
+        return pa.DictionaryArray.from_arrays(column.indices, as_binary(column.dictionary), safe=False)
     if pa.types.is_list(kind):
-        inner = as_bytes(column.values)
+        inner = as_binary(column.values)
         return _rebuilt(column, pa.list_(kind.value_field.with_type(inner.type)), [inner])
     if pa.types.is_large_list(kind):
-        inner = as_bytes(column.values)
+        inner = as_binary(column.values)
         return _rebuilt(column, pa.large_list(kind.value_field.with_type(inner.type)), [inner])
     if pa.types.is_struct(kind):
-        parts = [as_bytes(column.field(number)) for number in range(kind.num_fields)]
+        parts = [as_binary(column.field(number)) for number in range(kind.num_fields)]
         fields = [field.with_type(part.type) for field, part in zip(kind, parts, strict=True)]
         return _rebuilt(column, pa.struct(fields), parts)
     if kind in _TO_BINARY:
@@ -126,7 +126,7 @@ def _rebuilt(column: pa.Array, kind: pa.DataType, parts: Sequence[pa.Array]) -> 
 
 
 def _is_plain(kind: pa.DataType, depth: int) -> bool:
-    """Return whether ``_measure`` supports a type: no unions, run-end encoding, list views or extension types."""
+    """Return whether ``_count_values`` supports a type: no unions, run-end encoding, list views or extension types."""
     if not depth:
         return False
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -138,7 +138,7 @@ def _is_plain(kind: pa.DataType, depth: int) -> bool:
     return not pa.types.is_nested(kind) and not isinstance(kind, pa.BaseExtensionType)
 
 
-def _measure(columns: list[pa.Array]) -> tuple[int, int]:
+def _count_values(columns: list[pa.Array]) -> tuple[int, int]:
     """Count the values in columns, including lists and structs, and the bytes that they expand to."""
     values = num_bytes = 0
     left = list(columns)
@@ -164,11 +164,11 @@ def _measure(columns: list[pa.Array]) -> tuple[int, int]:
 
 def _named_bytes(column: pa.DictionaryArray) -> int:
     """Return the total text length in a dictionary column, counting each text once per reference."""
-    counted = column.indices.drop_null().value_counts()
+    value_counts = column.indices.drop_null().value_counts()
     # Measure only referenced entries: otherwise a single row would take as long as the full dictionary.
-    named = as_bytes(column.dictionary).take(counted.field(0))
+    named = as_binary(column.dictionary).take(value_counts.field(0))
     lengths = pc.call_function("binary_length", [named]).to_numpy(zero_copy_only=False).astype(np.int64)
-    return int(lengths @ counted.field(1).to_numpy())
+    return int(lengths @ value_counts.field(1).to_numpy())
 
 
 def _viewed_bytes(column: pa.Array) -> int:

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 import pyarrow.parquet as pq
 
-from data_pipeline.prepare.documents import DamageError
 from data_pipeline.prepare.readers.records import ITEM_CHARACTERS, check_block
+from data_pipeline.prepare.source_items import FileContentError
 
 DICTIONARY = 2
 """Page type; 0 and 3 are data pages, and Arrow ignores any other."""
@@ -46,7 +46,7 @@ class Page:
     encoding: int = 0
 
 
-def described_columns(table: pq.ParquetFile, group: int, numbers: Sequence[int]) -> list[pq.ColumnChunkMetaData]:
+def column_metadata(table: pq.ParquetFile, group: int, numbers: Sequence[int]) -> list[pq.ColumnChunkMetaData]:
     """Return the footer's column metadata for a row group; raise ArrowException or OSError if it is damaged.
 
     pyarrow's own classes crash the process on damage (26.0), because some Arrow exceptions are not caught. Its reader
@@ -54,11 +54,11 @@ def described_columns(table: pq.ParquetFile, group: int, numbers: Sequence[int])
     """
     for _ in table.reader.iter_batches(0, row_groups=[group], column_indices=list(numbers), use_threads=False):
         pass
-    described = table.metadata.row_group(group)
-    return [described.column(number) for number in numbers]
+    metadata = table.metadata.row_group(group)
+    return [metadata.column(number) for number in numbers]
 
 
-def longest_row(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
+def max_row_bytes(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
     """Return a column chunk's approximate maximum memory per row in bytes; the file position is unchanged.
 
     Raises DamageError if a page expands to far more than its size or has an unreadable header.
@@ -73,8 +73,8 @@ def longest_row(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
 def longest_in_lists(raw: BinaryIO, column: pq.ColumnChunkMetaData, num_rows: int) -> tuple[int, int]:
     """Return the approximate memory per row of lists in bytes, and the chunk's total value count.
 
-    Dictionaries stay encoded, so a row holds the indices of its entries. Like ``longest_row``, raises DamageError if a
-    page expands to far more than its size.
+    Dictionaries stay encoded, so a row holds the indices of its entries. Like ``max_row_bytes``, raises DamageError if
+    a page expands to far more than its size.
     """
     at = raw.tell()
     longest = values = 0
@@ -96,7 +96,7 @@ def read_pages(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> Iterator[Page]:
     if column.dictionary_page_offset:
         begin = min(begin, column.dictionary_page_offset)
     if begin < 0 or column.total_compressed_size < 0:
-        raise DamageError("its footer names no place of the file")
+        raise FileContentError("its footer names no place of the file")
     stop, values = begin + column.total_compressed_size, 0
     while begin < stop and values < column.num_values:
         page, begin = _read_page(raw, begin, stop)
@@ -129,9 +129,9 @@ def _read_page(raw: BinaryIO, begin: int, stop: int) -> tuple[Page, int]:
         except (IndexError, struct.error) as error:
             # The header is longer, unless the file or the column ends here.
             if len(content) < count or count >= _MOST_HEADER_BYTES:
-                raise DamageError("the header of a page is cut off") from error
+                raise FileContentError("the header of a page is cut off") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise DamageError("the header of a page cannot be read") from error
+            raise FileContentError("the header of a page cannot be read") from error
         # Statistics with long texts make headers larger than the first read.
         count *= 16
 
@@ -187,12 +187,12 @@ class _Compact:
         elif kind in (9, 10):
             head = self._byte()
             count = head >> 4 if head >> 4 != 15 else self._varint()
-            for _ in range(_checked(count)):
+            for _ in range(_bounded_count(count)):
                 self._value(head & 15, depth + 1)
         elif kind == 11:
             if count := self._varint():
                 kinds = self._byte()
-                for _ in range(_checked(count)):
+                for _ in range(_bounded_count(count)):
                     self._value(kinds >> 4, depth + 1)
                     self._value(kinds & 15, depth + 1)
         elif kind == 13:
@@ -226,7 +226,7 @@ class _Compact:
         return value >> 1 ^ -(value & 1)
 
 
-def _checked(count: int) -> int:
+def _bounded_count(count: int) -> int:
     """Return a list's length; raise ValueError if it is too long."""
     if count > _MOST_ENTRIES:
         raise ValueError("a list in a header")

@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from data_pipeline.prepare.documents import PAIRS, DamageError, Document, Fields, Item, Skip
-from longctx.chat.conversation import NoConversationError, conversation_of, spoken
+from data_pipeline.prepare.source_items import PAIRS, Document, Fields, FileContentError, Item, Skip
+from longctx.chat.conversation import NoConversationError, conversation_of, conversation_text
 
 # Limits against decompression bombs and damaged lengths: sources may come from anywhere, and one bad file must not
 # exhaust a builder's memory.
@@ -73,7 +73,7 @@ def item_of(record: Record, fields: Fields) -> Item:
 
 def _pair(name: str, value: dict[str, Any], fields: Fields) -> Item:
     """Convert a record with two texts."""
-    sides = []
+    texts = []
     for field in fields.names:
         text = value[field]
         if isinstance(text, bytes):
@@ -86,8 +86,8 @@ def _pair(name: str, value: dict[str, Any], fields: Fields) -> Item:
         # An empty side makes no pair.
         if not text or not text.strip():
             return Skip(name, EMPTY_SIDE, f"{field!r} is empty")
-        sides.append(text)
-    source, target = sides
+        texts.append(text)
+    source, target = texts
     # The joined text only serves duplicate detection and length bounds.
     return Document(name, f"{source}\n{target}", pair=(source, target))
 
@@ -96,7 +96,7 @@ def _conversation(name: str, value: dict[str, Any], kind: str) -> Item:
     """Convert a record with a conversation's fields."""
     try:
         conversation = conversation_of(value, kind)
-        return Document(name, spoken(conversation), conversation)
+        return Document(name, conversation_text(conversation), conversation)
     except NoConversationError as error:
         where = ""
         if error.turn >= 0:
@@ -121,7 +121,7 @@ def find_missing(fields: Fields, names: Collection[str]) -> str:
 
 def no_field(name: str, field: str, fields: Iterable[str], with_text: Iterable[str]) -> Skip:
     """Return the skip for a file or record without a required field; its detail lists the existing fields."""
-    detail = f"fields: {_listed(fields)}; with text: {_listed(with_text)}"
+    detail = f"fields: {_format_names(fields)}; with text: {_format_names(with_text)}"
     return Skip(name, no_field_reason(field), detail, is_fault=True)
 
 
@@ -133,7 +133,7 @@ def no_field_reason(field: str) -> str:
 def check_length(count: int) -> None:
     """Raise DamageError if a record exceeds the maximum length."""
     if count > MAX_RECORD_BYTES:
-        raise DamageError(f"a record is longer than {MAX_RECORD_BYTES >> 30} GiB")
+        raise FileContentError(f"a record is longer than {MAX_RECORD_BYTES >> 30} GiB")
 
 
 def allowance(num_bytes: int) -> int:
@@ -144,7 +144,7 @@ def allowance(num_bytes: int) -> int:
 def check_expansion(size: int, num_bytes: int) -> None:
     """Raise DamageError if ``size``, the bytes or characters expanded from ``num_bytes`` on disk, is too large."""
     if size > allowance(num_bytes):
-        raise DamageError(f"{num_bytes:,} bytes of it become more than {allowance(num_bytes):,}")
+        raise FileContentError(f"{num_bytes:,} bytes of it become more than {allowance(num_bytes):,}")
 
 
 def check_block(size: int, num_bytes: int) -> None:
@@ -152,13 +152,13 @@ def check_block(size: int, num_bytes: int) -> None:
     check_expansion(size, num_bytes)
     most = MAX_RECORD_BYTES + MAX_BLOCK_GROWTH * num_bytes
     if size > most:
-        raise DamageError(f"{num_bytes:,} bytes of it become more than {most:,} at once")
+        raise FileContentError(f"{num_bytes:,} bytes of it become more than {most:,} at once")
 
 
 def check_cells(count: int) -> None:
     """Raise DamageError if a row has too many cells."""
     if count > MOST_VALUES:
-        raise DamageError(f"a record has more than {MOST_VALUES:,} values")
+        raise FileContentError(f"a record has more than {MOST_VALUES:,} values")
 
 
 def check_values(text: str) -> None:
@@ -172,7 +172,7 @@ def check_values(text: str) -> None:
         check_cells(count)
 
 
-def read_bounded(stream: BinaryIO) -> bytes:
+def read_record_bytes(stream: BinaryIO) -> bytes:
     """Return the rest of a stream; raise DamageError, without reading on, if it exceeds the maximum record length."""
     pieces: list[bytes] = []
     left = MAX_RECORD_BYTES + 1
@@ -184,7 +184,7 @@ def read_bounded(stream: BinaryIO) -> bytes:
     return b"".join(pieces)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     names = list(names)
     shown = ", ".join(repr(name[:_MOST_NAME]) for name in names[:_MOST_NAMES])
     if len(names) > _MOST_NAMES:

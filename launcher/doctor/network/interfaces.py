@@ -12,7 +12,7 @@ from typing import Annotated
 import psutil
 from pydantic import Field
 
-from launcher.doctor.finding import Text
+from launcher.doctor.check_result import Text
 from longctx.errors import ClusterError
 from parallel.runtime.interface import INTERFACE_VARIABLE, interface_towards
 

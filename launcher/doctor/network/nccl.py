@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launcher.doctor.finding import Text, first_line
+from launcher.doctor.check_result import Text, first_line
 from launcher.doctor.network.interfaces import Adapter, Interface
-from parallel.comm.groups import warm, world_group
+from parallel.comm.process_groups import warm, world_group
 
 START_SECONDS = 60.0
 """Limit for NCCL to load and connect its ranks."""
@@ -46,9 +46,9 @@ class NcclNetwork:
     """``IB``, ``Socket``, or a plug-in's name; empty if NCCL finds no network."""
     devices: tuple[Text, ...] = ()
     """``mlx5_0:1/IB``, or interfaces; empty for a plug-in."""
-    meets_at: Text = ""
+    bootstrap_interface: Text = ""
     """Interface over which NCCL's ranks rendezvous."""
-    was_asked: bool = False
+    is_reported: bool = False
     """True if NCCL itself reported this network."""
 
     def describe(self) -> str:
@@ -59,8 +59,8 @@ class NcclNetwork:
         text = f"{self.transport or 'no network'}"
         if devices:
             text += f" over {devices}"
-        if self.meets_at:
-            text += f", meeting over {self.meets_at}"
+        if self.bootstrap_interface:
+            text += f", meeting over {self.bootstrap_interface}"
         return text
 
 
@@ -71,20 +71,20 @@ def parse_log(text: str) -> NcclNetwork | None:
         return None
     transport = networks[-1].strip()
     devices: tuple[str, ...] = ()
-    meets_at = ""
-    for kind, said in _DEVICES.findall(text):
+    bootstrap_interface = ""
+    for kind, device_list in _DEVICES.findall(text):
         if kind == transport:
-            chosen = said.partition(";")[0]
+            chosen = device_list.partition(";")[0]
             # A socket's name is followed by its address, an adapter's by its port.
             devices = tuple(_without_address(name, kind) for name in _DEVICE.findall(chosen) if name != "RO")
     # All versions print Bootstrap; newer ones also print OOB, which overrides it. The last line counts.
     for pattern in (_BOOTSTRAP, _OUT_OF_BAND):
         if found := pattern.findall(text):
-            meets_at = found[-1]
-    return NcclNetwork(transport=transport, devices=devices, meets_at=meets_at, was_asked=True)
+            bootstrap_interface = found[-1]
+    return NcclNetwork(transport=transport, devices=devices, bootstrap_interface=bootstrap_interface, is_reported=True)
 
 
-def would_take(
+def predict_network(
     interfaces: Sequence[Interface], adapters: Sequence[Adapter], environment: Mapping[str, str] = os.environ
 ) -> NcclNetwork:
     """Predict the network from NCCL's documented rules and its source (misc/socket.cc, net_ib).
@@ -92,17 +92,17 @@ def would_take(
     Plug-ins (libnccl-net.so) are not covered.
     """
     names = socket_interfaces(interfaces, environment)
-    meets_at = next(iter(names), "")
+    bootstrap_interface = next(iter(names), "")
     active = [adapter for adapter in adapters if adapter.is_active and _is_chosen(adapter, environment)]
     # Any number except 0 disables InfiniBand.
     is_off = environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")
     wanted = environment.get("NCCL_NET", "")
-    if active and meets_at and not is_off and wanted in ("", INFINIBAND):
+    if active and bootstrap_interface and not is_off and wanted in ("", INFINIBAND):
         devices = tuple(f"{adapter.name}:{adapter.port}/{_kind(adapter)}" for adapter in active)
-        return NcclNetwork(transport=INFINIBAND, devices=devices, meets_at=meets_at)
+        return NcclNetwork(transport=INFINIBAND, devices=devices, bootstrap_interface=bootstrap_interface)
     if not names or wanted == INFINIBAND:
         return NcclNetwork(transport="")
-    return NcclNetwork(transport=SOCKET, devices=tuple(names), meets_at=meets_at)
+    return NcclNetwork(transport=SOCKET, devices=tuple(names), bootstrap_interface=bootstrap_interface)
 
 
 def socket_interfaces(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> list[str]:

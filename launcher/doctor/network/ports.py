@@ -75,26 +75,26 @@ def try_port(address: str, port: int, word: str, *, seconds: float = SECONDS) ->
     except OSError as error:
         return f"{error.strerror or error}".lower()
     with connection:
-        said = _hear(connection, deadline)
-    if said == word.encode():
+        received = _receive(connection, deadline)
+    if received == word.encode():
         return ""
     # If two machines share an address, or a port is forwarded, another program may listen.
-    if said:
+    if received:
         return "another program answers"
     return f"connected, and no word within {seconds:g} s"
 
 
-def _hear(connection: socket.socket, deadline: float) -> bytes:
+def _receive(connection: socket.socket, deadline: float) -> bytes:
     """Receive until the deadline, at most one word's length."""
-    said = b""
+    received = b""
     with contextlib.suppress(OSError):
-        while len(said) < _WORD_BYTES:
+        while len(received) < _WORD_BYTES:
             connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-            data = connection.recv(_WORD_BYTES - len(said))
+            data = connection.recv(_WORD_BYTES - len(received))
             if not data:
                 break
-            said += data
-    return said
+            received += data
+    return received
 
 
 def _family(address: str) -> socket.AddressFamily:

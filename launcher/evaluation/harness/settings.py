@@ -8,10 +8,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from launcher.evaluation.opened import check_positions
+from launcher.evaluation.model_source import check_positions
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens
+from longctx.generation.prefill import CHUNK_TOKENS, check_chunk_tokens
 
 _KINDS = {"Path": str, "Path | None": str, "str": str, "int": int, "bool": bool, "bool | None": bool}
 """Python type that lm-eval converts ``name=TEXT`` to, by the field's type."""
@@ -61,7 +61,7 @@ class Settings:
         values: dict[str, Any] = {}
         for name, value in arguments.items():
             if name not in known:
-                raise ConfigError(_explain_unknown(name, list(known)))
+                raise ConfigError(_unknown_name_message(name, list(known)))
             if value is None:
                 continue
             wanted = _KINDS[str(known[name].type)]
@@ -70,7 +70,7 @@ class Settings:
                 value = str(value)
             # type(), not isinstance(): True must not pass as an integer.
             if type(value) is not wanted:
-                raise ConfigError(f"--model_args {name}={value}: give {_described(wanted)}.")
+                raise ConfigError(f"--model_args {name}={value}: give {_describe_type(wanted)}.")
             values[name] = value
             if "Path" in str(known[name].type):
                 values[name] = Path(str(value))
@@ -90,15 +90,15 @@ class Settings:
         check_positions(
             model,
             self.max_length,
-            asked=f"max_length={self.max_length}",
-            advice=f"Ask for max_length={model.max_positions} or less",
-            beyond=self.beyond_positions,
+            request=f"max_length={self.max_length}",
+            hint=f"Ask for max_length={model.max_positions} or less",
+            allow_longer=self.beyond_positions,
             option="add beyond_positions=true",
         )
         return self.max_length or model.max_positions
 
 
-def device_wish(device: str | None) -> str:
+def parse_device(device: str | None) -> str:
     """Convert lm-eval's ``--device``; raise ConfigError for a device that longctx does not support."""
     # Drop the index: each rank uses the GPU with its own index.
     kind = (device or "auto").partition(":")[0]
@@ -107,16 +107,16 @@ def device_wish(device: str | None) -> str:
     return kind
 
 
-def _explain_unknown(name: str, known: list[str]) -> str:
+def _unknown_name_message(name: str, known: list[str]) -> str:
     nearest = get_close_matches(name, known, n=1, cutoff=0.5)
-    advice = f"There are: {', '.join(known)}."
+    hint = f"There are: {', '.join(known)}."
     if nearest:
-        advice = f"Did you mean {nearest[0]}? {advice}"
+        hint = f"Did you mean {nearest[0]}? {hint}"
     # Users often carry this name over from --model hf.
     if name == "pretrained":
-        advice = "Write checkpoint=RUN_OR_HF_FOLDER."
-    return f"--model_args {name}= is unknown to longctx. {advice}"
+        hint = "Write checkpoint=RUN_OR_HF_FOLDER."
+    return f"--model_args {name}= is unknown to longctx. {hint}"
 
 
-def _described(kind: type) -> str:
+def _describe_type(kind: type) -> str:
     return {str: "a name or path", int: "a whole number", bool: "true or false"}[kind]

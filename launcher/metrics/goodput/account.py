@@ -37,7 +37,7 @@ KINDS: dict[Kind, str] = {
     "paused": "after a stop that was asked for, until the next attempt",
 }
 """Every kind with its description, in display order."""
-_OF_DOING: dict[str, Kind] = {"starting": "starting", "saving": "saving", "validating": "validation"}
+_ACTIVITY_KINDS: dict[str, Kind] = {"starting": "starting", "saving": "saving", "validating": "validation"}
 _ON_PURPOSE = ("done", "stopped")
 """Requested ends."""
 
@@ -82,7 +82,7 @@ class Median:
         return (self._sorted[middle - 1] + self._sorted[middle]) / 2
 
 
-class UsualStep:
+class ExpectedStep:
     """Expected duration of a step, from previous steps in the same attempt."""
 
     def __init__(self) -> None:
@@ -102,14 +102,14 @@ class UsualStep:
         stalled = 0.0
         if len(self._seconds) >= LEAST:
             # Compare before adding this step: it must not raise its own expected duration.
-            beyond = seconds - self._expected(work)
-            if beyond > STALL_SECONDS and seconds > STALL_RATIO * (seconds - beyond):
-                stalled = beyond
-        is_settled = len(self._seconds) >= LEAST
+            excess = seconds - self._expected(work)
+            if excess > STALL_SECONDS and seconds > STALL_RATIO * (seconds - excess):
+                stalled = excess
+        is_final = len(self._seconds) >= LEAST
         self._seconds.add(seconds)
         if work > 0 and seconds > 0:
             self._rates.add(work / seconds)
-        if not is_settled:
+        if not is_final:
             self.warm_up = max(0.0, self._first[0] - self._expected(self._first[1]))
         return stalled
 
@@ -127,7 +127,7 @@ class Tally:
 
     def __init__(self, until: float = 0.0) -> None:
         """Start counting at ``until``; another tally has the attempt's earlier seconds."""
-        self.until, self.stalls, self.usual = until, 0, UsualStep()
+        self.until, self.stalls, self.expected_step = until, 0, ExpectedStep()
         self._seconds: Seconds = dict.fromkeys(KINDS, 0.0)
 
     def add(self, line: Line) -> list[tuple[Kind, float]]:
@@ -139,7 +139,7 @@ class Tally:
         if line["in"] == "step":
             parts += self._step(line, seconds)
         else:
-            parts.append((_OF_DOING.get(line["in"], "other"), seconds))
+            parts.append((_ACTIVITY_KINDS.get(line["in"], "other"), seconds))
         return self._count(parts)
 
     def end(self, until: float, kind: Kind) -> None:
@@ -156,7 +156,7 @@ class Tally:
     @property
     def warm_up(self) -> float:
         """Unproductive seconds in the first completed step."""
-        return self.usual.warm_up
+        return self.expected_step.warm_up
 
     def _step(self, line: Line, seconds: float) -> list[tuple[Kind, float]]:
         # Count the full wait: it is near 0 if the data keeps up, and a run that always waits could be faster.
@@ -164,7 +164,7 @@ class Tally:
         computed = seconds - waited
         if line.get("skipped"):
             return [("data", waited), ("skipped", computed)]
-        stalled = self.usual.see(computed, line.get("work", 0.0))
+        stalled = self.expected_step.see(computed, line.get("work", 0.0))
         self.stalls += stalled > 0
         return [("data", waited), ("productive", computed - stalled), ("stalled", stalled)]
 
@@ -233,19 +233,19 @@ class Attempt:
         return found
 
     @property
-    def began(self) -> float:
+    def start_time(self) -> float:
         """Start time in seconds since 1970, by the host's clock."""
         return self.begin["time"]
 
-    def gap_to(self, later: Attempt) -> float:
+    def gap_to(self, next_attempt: Attempt) -> float:
         """Return seconds from this attempt's end to the next one's start; negative if clocks disagree."""
-        here, there = self.begin, later.begin
-        if here.get("boot") and here.get("boot") == there.get("boot") and here.get("since_boot"):
+        own_begin, next_begin = self.begin, next_attempt.begin
+        if own_begin.get("boot") and own_begin.get("boot") == next_begin.get("boot") and own_begin.get("since_boot"):
             # Same boot of one machine: unlike the wall clock, time since boot cannot be set.
-            gap = there.get("since_boot", 0.0) - here["since_boot"] - self.tally.until
+            gap = next_begin.get("since_boot", 0.0) - own_begin["since_boot"] - self.tally.until
             if gap >= 0:
                 return gap
-        return later.began - (self.began + self.tally.until + self.shift)
+        return next_attempt.start_time - (self.start_time + self.tally.until + self.shift)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,10 +280,10 @@ class Goodput:
 
 def effective_share(seconds: Seconds) -> float | None:
     """Return productive seconds over all seconds except pauses, 0 to 1; None before the first second."""
-    counted = sum(seconds.values()) - seconds["paused"]
-    if counted <= 0:
+    total_seconds = sum(seconds.values()) - seconds["paused"]
+    if total_seconds <= 0:
         return None
-    return seconds["productive"] / counted
+    return seconds["productive"] / total_seconds
 
 
 def goodput_of(lines: Iterable[Line]) -> Goodput:
@@ -300,8 +300,8 @@ def goodput_of(lines: Iterable[Line]) -> Goodput:
         attempt.close(redone_from)
         # A later attempt may resume from an older checkpoint than the attempt before it.
         redone_from = min(redone_from, attempt.begin["step"])
-    for attempt, later in pairwise(attempts):
-        gap = attempt.gap_to(later)
+    for attempt, next_attempt in pairwise(attempts):
+        gap = attempt.gap_to(next_attempt)
         skewed += gap < 0
         kind: Kind = "stopped"
         if attempt.how in _ON_PURPOSE:
@@ -317,4 +317,4 @@ def read_goodput(folder: Path) -> Goodput:
 
 def _kind_of_rest(line: Line) -> Kind:
     """Return the kind for the time after the last line, by current activity: an unfinished step is lost."""
-    return _OF_DOING.get(line.get("in", "step"), "lost")
+    return _ACTIVITY_KINDS.get(line.get("in", "step"), "lost")

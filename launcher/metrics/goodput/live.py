@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.metrics.goodput.account import Goodput, Kind, Seconds, Tally, effective_share, read_goodput
-from launcher.metrics.goodput.timeline import Doing, How, Line, Timeline
+from launcher.metrics.goodput.timeline import How, Line, RunActivity, Timeline
 from launcher.metrics.record import STOP_EVENT, Record
-from launcher.wording import plural, short_duration
+from launcher.wording import format_count, short_duration
 
 _LOSSES: dict[Kind, str] = {
     "lost": "lost",
@@ -64,9 +64,9 @@ class RunTime:
         self.how: How = "done"
         """Reason for the attempt's end."""
 
-    def doing(self, doing: Doing) -> None:
+    def begin(self, activity: RunActivity) -> None:
         """Begin an activity other than a step."""
-        self._take(self._timeline.begin(doing))
+        self._take(self._timeline.begin(activity))
 
     def see(self, record: Mapping[str, Any]) -> Record:
         """Process a record before it is written; return the fields to add to it."""
@@ -80,13 +80,13 @@ class RunTime:
         # A step that could not be taken has no duration: it never ended.
         if record["kind"] != "train" or record.get("step_seconds") is None:
             return {}
-        more: dict[str, Any] = {"wait": round(record.get("data_wait_seconds") or 0.0, 4)}
+        fields: dict[str, Any] = {"wait": round(record.get("data_wait_seconds") or 0.0, 4)}
         # The account compares FLOPs to tell a long step from a stall.
         if record.get("model_tflops"):
-            more["work"] = float(f"{record['model_tflops'] * record['step_seconds']:.6g}")
+            fields["work"] = float(f"{record['model_tflops'] * record['step_seconds']:.6g}")
         if record.get("skipped"):
-            more["skipped"] = True
-        stalled = sum(map(self._take, self._timeline.step(record["step"], record["step_seconds"], **more)))
+            fields["skipped"] = True
+        stalled = sum(map(self._take, self._timeline.step(record["step"], record["step_seconds"], **fields)))
         if self._live is None:
             return {}
         found = self._live.metrics()
@@ -116,15 +116,17 @@ def in_words(seconds: Seconds, restarts: int) -> str:
     share = effective_share(seconds)
     if share is None:
         return ""
-    counted = sum(seconds.values()) - seconds["paused"]
-    line = f"Effective training time: {share:.1%} of {short_duration(counted)}"
+    total_seconds = sum(seconds.values()) - seconds["paused"]
+    line = f"Effective training time: {share:.1%} of {short_duration(total_seconds)}"
     if restarts:
-        line += f", {plural(restarts, 'restart')}"
+        line += f", {format_count(restarts, 'restart')}"
     # Losses below a thousandth are too small to report.
-    parts = [(seconds[kind], name) for kind, name in _LOSSES.items() if seconds[kind] >= 0.001 * counted]
-    told = ", ".join(f"{name} {lost / counted:.1%}" for lost, name in sorted(parts, reverse=True))
-    if told:
-        line += f" ({told})"
+    parts = [(seconds[kind], name) for kind, name in _LOSSES.items() if seconds[kind] >= 0.001 * total_seconds]
+    losses = ", ".join(
+        f"{name} {kind_seconds / total_seconds:.1%}" for kind_seconds, name in sorted(parts, reverse=True)
+    )
+    if losses:
+        line += f" ({losses})"
     if seconds["paused"] >= 1:
         line += f". Paused for {short_duration(seconds['paused'])}, which is not counted"
     return f"{line}."

@@ -21,7 +21,7 @@ from typing import Any
 
 from launcher.cluster.exit import BACKGROUND
 from launcher.metrics.record import Record
-from launcher.metrics.trackers.tracker import TrackedRun, Tracker, curves, without_secrets
+from launcher.metrics.trackers.tracker import TrackedRun, Tracker, series, without_secrets
 from longctx.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Trackers:
 
     def send(self, record: Record) -> None:
         """Queue a record's curves and sample text for every tracker; return at once."""
-        step, values, sample = record["step"], curves(record), record.get("sample")
+        step, values, sample = record["step"], series(record), record.get("sample")
         if values:
             seconds = datetime.fromisoformat(record["time"]).timestamp()
             self._put(lambda tracker: tracker.log(step, values, seconds))

@@ -30,7 +30,7 @@ class MlflowTracker:
             # Absolute paths: the next attempt may start in another directory.
             uri, artifacts = f"sqlite:///{place}/mlflow.db", (place / "mlartifacts").as_uri()
         self._client = MlflowClient(uri)
-        self._run_id = run.remembered("mlflow").get("run_id")
+        self._run_id = run.load_state("mlflow").get("run_id")
         try:
             self._client.update_run(self._run_id or "", status="RUNNING")
         except MlflowException:
@@ -39,7 +39,7 @@ class MlflowTracker:
                 self._client.create_experiment(run.project, artifact_location=artifacts)
             experiment = self._client.get_experiment_by_name(run.project)
             self._run_id = self._client.create_run(experiment.experiment_id, run_name=run.name).info.run_id
-            run.remember("mlflow", {"run_id": self._run_id, "project": run.project})
+            run.store_state("mlflow", {"run_id": self._run_id, "project": run.project})
         # MLflow never changes a parameter, so a setting changed on resume becomes a tag.
         config = {key: str(value) for key, value in run.config.items()}
         known = self._client.get_run(self._run_id).data.params

@@ -30,8 +30,8 @@ class TrackioTracker:
         # Raised as errors, its warnings are printed too, and so reach the log.
         warnings.filterwarnings("error", module=r"trackio\.utils$")
         # A run is identified by its name, and two folders may have the same name.
-        name = str(run.remembered("trackio").get("name") or f"{run.name}-{secrets.token_hex(4)}")
-        run.remember("trackio", {"name": name, "project": run.project})
+        name = str(run.load_state("trackio").get("name") or f"{run.name}-{secrets.token_hex(4)}")
+        run.store_state("trackio", {"name": name, "project": run.project})
         # Its monitors read /proc and write every ten seconds: a hanging rank would look busy to the watchdog.
         quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
         trackio.init(project=run.project, name=name, config=dict(run.config), resume="allow", **quiet)

@@ -20,11 +20,11 @@ class WandbTracker:
     """One W&B run, kept offline if there is no key or no server answers."""
 
     def __init__(self, run: TrackedRun) -> None:
-        known = run.remembered("wandb")
-        self._row, self._began = 0, float(known.get("began") or time.time())
+        known = run.load_state("wandb")
+        self._row, self._start_time = 0, float(known.get("began") or time.time())
         run_id = str(known.get("id") or secrets.token_hex(4))
         # Store the id before anything is sent: the next attempt finds it even after a kill.
-        run.remember("wandb", {"id": run_id, "project": run.project, "began": self._began})
+        run.store_state("wandb", {"id": run_id, "project": run.project, "began": self._start_time})
         # Silent: it must never prompt for a key. Metadata would include the command line, and with it secrets.
         settings = wandb.Settings(console="off", silent=True, x_disable_meta=True, init_timeout=60)
         wandb.setup(settings)
@@ -49,7 +49,7 @@ class WandbTracker:
         """Log one history row."""
         # W&B rejects rows with a decreasing number. A resumed run repeats steps, and each offline attempt would count
         # from 0, but milliseconds since the first attempt always increase.
-        self._row = max(self._row + 1, round(1000 * (time.time() - self._began)))
+        self._row = max(self._row + 1, round(1000 * (time.time() - self._start_time)))
         self._run.log({"step": step, **values}, step=self._row)
 
     def text(self, step: int, name: str, text: str) -> None:

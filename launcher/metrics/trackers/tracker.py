@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from launcher.metrics.expert_load import FIGURE_KEYS, idle_share, layer_numbers, load_entropy, max_over_mean
+from launcher.metrics.expert_load import LAYER_STATISTIC_KEYS, idle_share, layer_numbers, load_entropy, max_over_mean
 from longctx.files import write_atomically
-from longctx.untrusted.reading import read_json
+from longctx.untrusted.strict_json import read_json
 
 _SECRET = re.compile(r"KEY|TOKEN|PASSWORD|SECRET|CREDENTIAL", re.IGNORECASE)
 _USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+@")
@@ -49,7 +49,7 @@ class TrackedRun:
     first_step: int
     """First step that this attempt records; an earlier attempt may have recorded it and later ones."""
 
-    def remembered(self, tracker: str) -> dict[str, Any]:
+    def load_state(self, tracker: str) -> dict[str, Any]:
         """Return values that an earlier attempt stored for this tracker; empty on the first attempt."""
         try:
             found = read_json(self._memory(tracker))
@@ -59,7 +59,7 @@ class TrackedRun:
             return {}
         return found
 
-    def remember(self, tracker: str, values: Mapping[str, Any]) -> None:
+    def store_state(self, tracker: str, values: Mapping[str, Any]) -> None:
         """Store values for the next attempt, so that it continues the same tracker run."""
         path = self._memory(tracker)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def without_secrets(text: str) -> str:
     return _USER_OF_URL.sub("***@", text)
 
 
-def curves(record: Mapping[str, Any]) -> dict[str, float]:
+def series(record: Mapping[str, Any]) -> dict[str, float]:
     """Return a record's numbers by curve name, with expert statistics by layer and losses by position and source."""
     kind = record["kind"]
     if kind == "event":
@@ -95,8 +95,8 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
         pairs.append((f"source_tokens/{name}", float(tokens)))
     for name, source in (record.get("loss_by_source") or {}).items():
         pairs.append((f"validation_loss_by_source/{name}", float(source["loss"])))
-    for spot in record.get("loss_by_position") or []:
-        pairs.append((f"validation_loss_by_position/from_{spot['start']}", float(spot["loss"])))
+    for entry in record.get("loss_by_position") or []:
+        pairs.append((f"validation_loss_by_position/from_{entry['start']}", float(entry["loss"])))
     return dict(pairs)
 
 
@@ -108,7 +108,7 @@ def _of_layers(record: Mapping[str, Any]) -> list[tuple[str, float]]:
         pairs.append((f"expert_idle_share/layer_{layer}", idle_share(counts)))
         pairs.append((f"expert_load_entropy/layer_{layer}", load_entropy(counts)))
     # Records from earlier releases lack some keys.
-    for key in FIGURE_KEYS:
+    for key in LAYER_STATISTIC_KEYS:
         pairs += [
             (f"{key}/layer_{layer}", float(value)) for layer, value in zip(layers, record.get(key) or [], strict=False)
         ]

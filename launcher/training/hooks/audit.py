@@ -10,13 +10,13 @@ from pathlib import Path
 from torch import Tensor
 
 from launcher.metrics.record import Record
-from launcher.training.hook import Step, StepHook
-from launcher.training.run import Run
-from launcher.training.verdict import newest_checkpoint, wrong_number
-from launcher.wording import plural
+from launcher.training.failure_report import fault_event, newest_complete_checkpoint
+from launcher.training.hook import RunningStep, StepHook
+from launcher.training.run_state import TrainingRun
+from launcher.wording import format_count
 from longctx.errors import TrainingError
-from parallel.audit.auditor import LIMIT_BYTES, Audited, Auditor
-from parallel.audit.verdict import Finding
+from parallel.audit.audit_decision import Mismatch
+from parallel.audit.operation_audit import LIMIT_BYTES, Audited, OperationAudit
 from parallel.zero.optimizer import MASTER
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class StepAudit(StepHook):
     """Hook that audits some calls in every ``run.audit_every``-th step."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run = run
         config, optimizer = run.config, run.engine.partition.inner
         # Not audited: updates in DeepSpeed's CPU AdamW, and Muon's, which need full matrices.
@@ -39,49 +39,49 @@ class StepAudit(StepHook):
             masters=self._masters,
             optimizer=optimizer,
         )
-        self._auditor = Auditor(audited, seed=config.run.seed, every=config.run.audit_every, rank=run.mesh.rank)
-        self._is_told = False
-        self._watching = ExitStack()
+        self._audit = OperationAudit(audited, seed=config.run.seed, every=config.run.audit_every, rank=run.mesh.rank)
+        self._has_logged = False
+        self._recording = ExitStack()
 
-    def before_forward(self, step: Step) -> None:
+    def before_forward(self, step: RunningStep) -> None:
         """Copy calls in forward and backward, if the audit covers these."""
         self._watch(step, update=False)
 
-    def before_update(self, step: Step) -> None:
+    def before_update(self, step: RunningStep) -> None:
         """Raise TrainingError if other ranks compute different results; then copy calls in the update. Collective."""
-        self._settle(step, update=False)
+        self._resolve(step, update=False)
         self._watch(step, update=True)
 
-    def after_update(self, step: Step) -> None:
+    def after_update(self, step: RunningStep) -> None:
         """Raise TrainingError if other ranks compute a different update. Collective."""
-        self._settle(step, update=True)
+        self._resolve(step, update=True)
 
-    def record(self, step: Step, record: Record) -> None:
+    def record(self, step: RunningStep, record: Record) -> None:
         """Record the audited part."""
-        kind = self._auditor.kind_of(step.number)
+        kind = self._audit.kind_of(step.number)
         if kind is not None:
             record["audited"] = kind
 
-    def _watch(self, step: Step, *, update: bool) -> None:
-        self._watching = step.scope.enter_context(ExitStack())
-        self._watching.enter_context(self._auditor.watching(step.number, update=update))
+    def _watch(self, step: RunningStep, *, update: bool) -> None:
+        self._recording = step.scope.enter_context(ExitStack())
+        self._recording.enter_context(self._audit.capturing(step.number, update=update))
 
-    def _settle(self, step: Step, *, update: bool) -> None:
+    def _resolve(self, step: RunningStep, *, update: bool) -> None:
         """Have the copied calls recomputed, and raise the error if results differ."""
         # Recording ends before the calls are recomputed.
-        self._watching.close()
-        findings = self._auditor.settle(step.number, update=update)
-        if findings:
-            raise self._error(step.number, findings, update=update)
+        self._recording.close()
+        results = self._audit.finish(step.number, update=update)
+        if results:
+            raise self._error(step.number, results, update=update)
         # Ranks are assigned to each other at the first audit: log this once.
-        if not self._is_told and self._auditor.assigned:
-            self._is_told = True
-            for line in self._what_is_audited():
+        if not self._has_logged and self._audit.assigned:
+            self._has_logged = True
+            for line in self._audit_lines():
                 log.info("%s", line)
 
-    def _what_is_audited(self) -> list[str]:
+    def _audit_lines(self) -> list[str]:
         """Return log lines about the audit: the rank assignment, and the parts not audited."""
-        config, ranks, assigned = self._run.config, self._auditor.ranks, self._auditor.assigned
+        config, ranks, assigned = self._run.config, self._audit.ranks, self._audit.assigned
         lines = [f"{self._who(len(ranks))} (run.audit_every={config.run.audit_every})."]
         kinds = {x.kind for x in ranks}
         if any(not x.exact for x in assigned):
@@ -118,12 +118,13 @@ class StepAudit(StepHook):
             return f"An audit makes one call of a step, of up to {limit}, once more on this rank, which is alone"
         others = min(2, num_ranks - 1)
         return (
-            f"An audit makes one call of each rank in a step, of up to {limit}, again on {plural(others, 'other rank')}"
+            f"An audit makes one call of each rank in a step, of up to {limit}, again on "
+            f"{format_count(others, 'other rank')}"
         )
 
-    def _error(self, step: int, findings: Sequence[Finding], *, update: bool) -> TrainingError:
-        said = message(step, findings, update=update, checkpoint=newest_checkpoint(self._run))
-        return TrainingError(said, wrong_number(self._run, step, [_suspicion(finding) for finding in findings]))
+    def _error(self, step: int, results: Sequence[Mismatch], *, update: bool) -> TrainingError:
+        text = message(step, results, update=update, checkpoint=newest_complete_checkpoint(self._run))
+        return TrainingError(text, fault_event(self._run, step, [_result_record(result) for result in results]))
 
     def _weights(self) -> Iterable[tuple[str, Tensor]]:
         for name, p in self._run.engine.model.network.named_parameters():
@@ -137,44 +138,44 @@ class StepAudit(StepHook):
                 yield name, part
 
 
-def message(step: int, findings: Sequence[Finding], *, update: bool, checkpoint: Path | None) -> str:
+def message(step: int, results: Sequence[Mismatch], *, update: bool, checkpoint: Path | None) -> str:
     """Return one screen: the wrong numbers, their ranks, and how to continue."""
-    first, *more = findings
+    first, *rest = results
     lines = [first.describe(step)]
-    if more:
-        others = ", ".join(f"on rank {finding.of}: {finding.place.call}" for finding in more[:3])
-        lines.append(f"{plural(len(more), 'other call')} of this step went wrong, too ({others}).")
+    if rest:
+        others = ", ".join(f"on rank {result.of}: {result.place.call}" for result in rest[:3])
+        lines.append(f"{format_count(len(rest), 'other call')} of this step went wrong, too ({others}).")
     if update:
         lines.append("The step was taken, so weights in memory may be wrong; no checkpoint of it is written.")
     else:
         lines.append("The step was not taken: weights, moments and checkpoints are those of the step before.")
-    lines.append(_way_out(findings, checkpoint))
+    lines.append(_way_out(results, checkpoint))
     lines.append(
         "An audit sees a small part of a step: earlier ones may have had such numbers, too. Compare their loss."
     )
     return "\n".join(lines)
 
 
-def _suspicion(finding: Finding) -> Record:
-    difference = finding.difference
+def _result_record(result: Mismatch) -> Record:
+    difference = result.difference
     return {
-        "ranks": list(finding.suspects),
-        "hosts": list(finding.hosts),
-        "what": finding.place.describe(),
-        "rank_of_call": finding.of,
+        "ranks": list(result.candidate_ranks),
+        "hosts": list(result.hosts),
+        "what": result.place.describe(),
+        "rank_of_call": result.of,
         "values": difference.values,
         "of_values": difference.total,
         "bits": list(difference.bits),
-        "evidence": finding.evidence,
+        "evidence": result.evidence,
     }
 
 
-def _way_out(findings: Sequence[Finding], checkpoint: Path | None) -> str:
+def _way_out(results: Sequence[Mismatch], checkpoint: Path | None) -> str:
     """Name the checkpoint to continue from, and the hosts to exclude."""
-    hosts = list(dict.fromkeys(host for finding in findings for host in finding.hosts))
+    hosts = list(dict.fromkeys(host for result in results for host in result.hosts))
     go_on = "There is no checkpoint yet: start again"
     if checkpoint is not None:
         go_on = f"Go on from {checkpoint} or an older one (--run.resume newest-good)"
-    if all(finding.is_named for finding in findings):
+    if all(result.is_named for result in results):
         return f"{go_on}, without {' and '.join(hosts)}: take its line out of the hostfile, and test its memory."
     return f"{go_on}. To find out who is wrong, run on three ranks or more; the hosts are {' and '.join(hosts)}."

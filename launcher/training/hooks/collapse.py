@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher.metrics.record import Record
-from launcher.training.hook import Step, StepHook
+from launcher.training.hook import RunningStep, StepHook
 from longctx.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ _SHARE = 0.9
 then E / k."""
 _STEPS = 20
 """Consecutive steps."""
-_FEWEST = 2.0
+_MIN_RATIO = 2.0
 """E / k below which this is no collapse: half of all experts are busy then."""
 
 
@@ -35,27 +35,33 @@ class Collapse(StepHook):
     def find(self, counts_LE: Tensor) -> list[int]:
         """Return the layers that have now, for the first time, been collapsed for a full window of steps."""
         # Balanced routing gives any k experts the share k / E of a layer's choices.
-        busiest_L = counts_LE.topk(self._model.experts_per_token, dim=1).values.sum(dim=1)
-        is_collapsed_L = busiest_L > _SHARE * counts_LE.sum(dim=1)
+        top_k_L = counts_LE.topk(self._model.experts_per_token, dim=1).values.sum(dim=1)
+        is_collapsed_L = top_k_L > _SHARE * counts_LE.sum(dim=1)
         # One step without collapse resets a layer's count.
         self._steps_L = torch.where(is_collapsed_L, self._steps_L + 1, 0)
         found_L = (self._steps_L >= self._window) & ~self._reported_L
         self._reported_L |= found_L
         return [self._layers[row] for row in found_L.nonzero().flatten().tolist()]
 
-    def record(self, step: Step, record: Record) -> None:
+    def record(self, step: RunningStep, record: Record) -> None:
         """Warn about collapsed layers. A skipped step has no load of its own."""
-        if self._layers and self._worst >= _FEWEST and not step.skipped and (found := self.find(step.totals.counts_LE)):
+        if (
+            self._layers
+            and self._worst >= _MIN_RATIO
+            and not step.skipped
+            and (found := self.find(step.totals.counts_LE))
+        ):
             log.warning("%s", self.warning(found, step.number))
 
     def warning(self, layers: Sequence[int], step: int) -> str:
         """Return the warning about the layers from ``find``."""
         model = self._model
-        whose = f"layer {layers[0]}"
+        layer_names = f"layer {layers[0]}"
         if len(layers) > 1:
-            whose = f"layers {', '.join(map(str, layers))}"
+            layer_names = f"layers {', '.join(map(str, layers))}"
         return (
-            f"The experts of {whose} have collapsed: in steps {step - self._window + 1} to {step} over {_SHARE:.0%} of "
+            f"The experts of {layer_names} have collapsed: in steps {step - self._window + 1} to {step} over "
+            f"{_SHARE:.0%} of "
             f"all choices fell on {model.experts_per_token} of {model.num_experts}, so the others learn nothing. What "
             "helps a young model: train.optimizer=muon, more train.tokens_per_step, model.router_jitter=0.3 "
             f"(now {model.router_jitter:g}), and from the start model.tie_embeddings=false with model.embedding_std=1 "

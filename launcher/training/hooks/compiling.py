@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from launcher.metrics.record import Record
-from launcher.training.hook import Step, StepHook
+from launcher.training.hook import RunningStep, StepHook
 from longctx.kernels.regions import CompileCount, compile_count
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ class CompileWatch(StepHook):
     def __init__(self) -> None:
         self._before = CompileCount(0, 0.0)
 
-    def record(self, step: Step, record: Record) -> None:
+    def record(self, step: RunningStep, record: Record) -> None:
         """Log graphs compiled since the last call."""
         # The counter covers the process, so log the difference.
         now = compile_count()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from launcher.metrics.expert_load import DEAD_AFTER_STEPS, expert_name
 from launcher.metrics.record import Record
-from launcher.training.hook import Step, StepHook
+from launcher.training.hook import RunningStep, StepHook
 from launcher.wording import first_names
 from longctx.config import ModelConfig
 
@@ -36,18 +36,19 @@ class DeadExperts(StepHook):
         self._reported_LE |= dead_LE
         return [expert_name(self._layers[row], expert) for row, expert in dead_LE.nonzero().tolist()]
 
-    def record(self, step: Step, record: Record) -> None:
+    def record(self, step: RunningStep, record: Record) -> None:
         """Warn about dead experts. A skipped step has no load of its own."""
         if self._layers and not step.skipped and (dead := self.find(step.totals.counts_LE)):
             log.warning("%s", self.warning(dead, step.number))
 
     def warning(self, names: Sequence[str], step: int) -> str:
         """Return the warning about the experts from ``find``."""
-        what, them = "are dead experts", "them"
+        predicate, object_word = "are dead experts", "them"
         if len(names) == 1:
-            what, them = "is a dead expert", "it"
+            predicate, object_word = "is a dead expert", "it"
         return (
-            f"{first_names(names)} {what}: no token chose {them} in steps {step - self._window + 1} to {step}. What "
+            f"{first_names(names)} {predicate}: no token chose {object_word} in steps "
+            f"{step - self._window + 1} to {step}. What "
             f"helps: a larger model.balance_loss_weight (now {self._model.balance_loss_weight:g}), "
             "model.selection_bias with model.selection_bias_rate (DeepSeek-V3: 1e-3; now "
             f"{self._model.selection_bias_rate:g}), or a longer train.warmup_steps. Said once for each expert."

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.rows.pack import BEST_FIT
-from launcher.config.sections import RunConfig, TrainSection
+from launcher.config.config_sections import RunConfig, TrainSection
 from launcher.metrics.record import Record
+from launcher.training.failure_report import newest_complete_checkpoint, way_out
 from launcher.training.history import History
-from launcher.training.hook import Step, StepHook
-from launcher.training.run import Run
-from launcher.training.verdict import newest_checkpoint, way_out
-from launcher.wording import first_names, plural
+from launcher.training.hook import RunningStep, StepHook
+from launcher.training.run_state import TrainingRun
+from launcher.wording import first_names, format_count
 from longctx.errors import TrainingError
 from parallel.comm.world import gather_objects
 
@@ -29,13 +29,13 @@ _SPIKE = "spike"
 class NonFinite(StepHook):
     """Hook that refuses such updates, and maintains the history for spike detection."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self._routers: list[str] = []
 
-    def before_update(self, step: Step) -> None:
+    def before_update(self, step: RunningStep) -> None:
         """Refuse an update if router logits, loss or gradient norm are not finite, or if it is a spike."""
-        self._routers = step.totals.broken_routers(self._run.expert_layers)
+        self._routers = step.totals.non_finite_routers(self._run.expert_layers)
         if self._routers:
             step.refuse(_ROUTER)
         if not step.totals.finite:
@@ -46,46 +46,46 @@ class NonFinite(StepHook):
         history, loss = step.progress.history, step.loss
         step.refuse(_SPIKE, lambda norm: bool(self._spike(history, loss, norm)))
 
-    def after_update(self, step: Step) -> None:
+    def after_update(self, step: RunningStep) -> None:
         """Add the step to the history; raise TrainingError after too many skipped in a row. Collective if skipped."""
         history = step.progress.history
         if step.failure is None:
             assert step.grad_norm is not None
             step.history = history.taken(step.loss, step.grad_norm)
             return
-        step.skipped = step.refused(step.failure.norm)
-        broken = self._look_at(step)
-        if broken.is_last:
-            raise broken.error()
+        step.skipped = step.skip_reason(step.failure.norm)
+        skipped_step = self._collect_reasons(step)
+        if skipped_step.is_last:
+            raise skipped_step.error()
         # All ranks log it, and rank 0 also on the console.
-        log.log(logging.WARNING if self._run.is_rank_0 else logging.INFO, "%s", broken.warning())
-        step.grad_norm, step.history = broken.grad_norm, history.left_out()
+        log.log(logging.WARNING if self._run.is_rank_0 else logging.INFO, "%s", skipped_step.warning())
+        step.grad_norm, step.history = skipped_step.grad_norm, history.left_out()
 
-    def record(self, step: Step, record: Record) -> None:
+    def record(self, step: RunningStep, record: Record) -> None:
         """Record the reason for skipping the step."""
         if step.skipped:
             record["skipped"] = step.skipped
 
-    def _look_at(self, step: Step) -> BrokenStep:
+    def _collect_reasons(self, step: RunningStep) -> SkippedStep:
         """Collect the reasons for skipping a step. Collective."""
         run, failure, history = self._run, step.failure, step.progress.history
         assert failure is not None
-        spike, refused, grad_norm, gradients = "", "", None, []
+        spike, rejection, grad_norm, gradients = "", "", None, []
         if step.skipped == _SPIKE:
             spike = self._spike(history, step.loss, failure.norm)
         elif step.skipped not in _NOT_FINITE:
-            refused = step.skipped
+            rejection = step.skipped
         # If the loss is not finite, its gradient adds no information.
         if step.totals.finite and not self._routers:
             grad_norm, gradients = failure.norm, failure.names
         # Each rank checks the weights that it owns, and all receive the names.
-        weights, checkpoint = run.engine.broken_weights(), None
+        weights, checkpoint = run.engine.nonfinite_weights(), None
         if weights or history.in_row >= run.config.train.skip_steps:
             # The run ends, and its message names the newest checkpoint.
-            checkpoint = newest_checkpoint(run)
-        return BrokenStep(
+            checkpoint = newest_complete_checkpoint(run)
+        return SkippedStep(
             step=step.number,
-            loss=step.loss if run.engine.model.num_counted(step.counts) else None,
+            loss=step.loss if run.engine.model.num_loss_tokens(step.counts) else None,
             grad_norm=grad_norm,
             routers=self._routers,
             gradients=gradients,
@@ -94,7 +94,7 @@ class NonFinite(StepHook):
             train=run.config.train,
             checkpoint=checkpoint,
             spike=spike,
-            refused=refused,
+            rejection=rejection,
             ranks=[rank for rank, finite in enumerate(gather_objects(step.sums.finite())) if not finite],
             in_row=history.in_row,
         )
@@ -104,7 +104,7 @@ class NonFinite(StepHook):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BrokenStep:
+class SkippedStep:
     """A step that cannot be taken, with the information a user needs to continue."""
 
     step: int
@@ -120,7 +120,7 @@ class BrokenStep:
     """Parameters and buffers with values that were not finite before the step."""
     spike: str
     """By how much a finite step's loss or norm exceeds the previous ones."""
-    refused: str
+    rejection: str
     """Reason from another hook, for a step that is finite and no spike."""
     ranks: Sequence[int]
     """Ranks with a part of the loss or router logits that is not finite."""
@@ -151,22 +151,22 @@ class BrokenStep:
 
     def warning(self) -> str:
         """Return the log message for a skipped step in a run that continues."""
-        what = self._what_happened()
+        problem = self._describe()
         return (
             f"Step {self.step} is left out, number {self.in_row + 1} in a row of the {self.train.skip_steps} that "
-            f"train.skip_steps allows: {what}{self._where()} Weights and moments are those of the step before. "
+            f"train.skip_steps allows: {problem}{self._where()} Weights and moments are those of the step before. "
             f"Its data: {self.rows}."
         )
 
     def message(self) -> str:
         """Return one screen: the problem, its location, and how to continue."""
-        lines = [self._what_happened() + self._where()]
+        lines = [self._describe() + self._where()]
         if self.in_row:
-            before = f"{plural(self.in_row, 'step')} before it"
+            before = f"{format_count(self.in_row, 'step')} before it"
             lines.append(
                 f"Left out for such a reason: {before}, as many as train.skip_steps={self.train.skip_steps} allows."
             )
-        if self.grad_norm is not None and not self.spike and not self.refused:
+        if self.grad_norm is not None and not self.spike and not self.rejection:
             # Finite gradients may overflow in the norm's sum of squares; then there is no tensor to name.
             where = first_names(self.gradients) or "in no single tensor, but all together are too large"
             lines.append(f"Gradients that are not finite: {where}.")
@@ -182,53 +182,54 @@ class BrokenStep:
         if not self.ranks:
             return ""
         return (
-            f" Found in the tokens of {plural(len(self.ranks), 'rank')}: {first_names([str(r) for r in self.ranks])}."
+            f" Found in the tokens of {format_count(len(self.ranks), 'rank')}: "
+            f"{first_names([str(r) for r in self.ranks])}."
         )
 
-    def _what_happened(self) -> str:
+    def _describe(self) -> str:
         if self.spike:
             return f"step {self.step} is a spike: {self.spike} (train.spike_sigmas)."
-        if self.refused:
-            return f"step {self.step} is refused: {self.refused}."
+        if self.rejection:
+            return f"step {self.step} is refused: {self.rejection}."
         if self.routers:
             # The loss may still be finite: a token with non-finite logits goes to no expert that counts.
             return f"router logits of step {self.step} are not finite: {first_names(self.routers, thing='layers')}."
         if self.grad_norm is not None:
-            return f"the gradient of step {self.step} is not finite: norm {self.grad_norm:g}, though {self._loss_said}."
+            return f"the gradient of step {self.step} is not finite: norm {self.grad_norm:g}, though {self._loss_text}."
         if self.loss is None or math.isfinite(self.loss):
             return (
                 f"a part of the objective of step {self.step} is not finite (z-loss, label smoothing, balance loss or "
-                f"router z-loss), though {self._loss_said}."
+                f"router z-loss), though {self._loss_text}."
             )
         return f"the loss of step {self.step} is not finite: {self.loss:g}, over all ranks."
 
     @property
-    def _loss_said(self) -> str:
+    def _loss_text(self) -> str:
         if self.loss is None:
             return "no token counts"
         return f"loss {self.loss:g}"
 
     def _way_out(self) -> str:
-        advice = f"a lower train.lr (now {self.train.lr:g}) or a longer train.warmup_steps"
+        hint = f"a lower train.lr (now {self.train.lr:g}) or a longer train.warmup_steps"
         if self.routers:
-            advice += ", or a model.router_z_loss_weight (1e-3), which keeps logits small"
+            hint += ", or a model.router_z_loss_weight (1e-3), which keeps logits small"
         older = ""
         if self.weights and self.checkpoint is not None:
             # Weights go bad a step before the loss shows it, so the newest checkpoint may already contain them.
             older = ", or from an older one should it hold such weights too"
-        return f"{way_out(self.checkpoint)}{older}, with {advice}."
+        return f"{way_out(self.checkpoint)}{older}, with {hint}."
 
 
 def rows_from(config: RunConfig, order: dict[str, Any]) -> str:
     """Describe the position of a step's rows in the data, with the command that shows them."""
     data = config.data
     if "sources" in order:
-        places = ", ".join(
+        positions = ", ".join(
             f"{name} from row {source['block_row']} of block {source['block']} of epoch {source['epoch']} on"
             for name, source in order["sources"].items()
         )
         # The command is right only if the mixture's file has never changed; the positions are always right.
-        where = f"from row {order['rows_consumed']} of the run on ({places}; {_sample_command(config, order)})"
+        where = f"from row {order['rows_consumed']} of the run on ({positions}; {_sample_command(config, order)})"
         return f"{config.rows_per_step} rows of {data.train} {where}"
     command = f"longctx data inspect {data.train} --seq-len {data.seq_len} --row {order['block_row']}"
     # Counted from its block: counting from the epoch would require planning all blocks before it.

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 from longctx.architecture.fields import ModelFields
 
 
-class Cached(NamedTuple):
+class CacheShape(NamedTuple):
     """One layer's cache contents for a sequence."""
 
     rows: int = 0
@@ -44,14 +44,14 @@ class Mixer:
     """Beyond the window, a query sees tokens at multiples of this distance; 0 disables it."""
 
     name: ClassVar[str]
-    """Key in the network table (``longctx.model.mixers.table``)."""
+    """Key in the network table (``longctx.model.mixers.mixer_networks``)."""
     core: ClassVar[str]
     """Key for the attention core, in one process and over ranks."""
     has_scores: ClassVar[bool]
     """True if queries and keys have scores, which sinks, caps and biases change and diagnostics can read."""
 
     @property
-    def reach(self) -> int | None:
+    def lookback_tokens(self) -> int | None:
         """Tokens with rows that a query reads, up to and including itself; None for all, 0 if it reads a state."""
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class Mixer:
         """
         raise NotImplementedError
 
-    def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:
+    def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> CacheShape:
         """Return the cache contents for ``num_tokens`` tokens, read ``chunk_tokens`` at a time."""
         raise NotImplementedError
 

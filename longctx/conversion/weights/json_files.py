@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from longctx.errors import CheckpointError
-from longctx.untrusted.reading import read_json as read_strictly
+from longctx.untrusted.strict_json import read_json as read_strictly
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_checkpoint_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raise CheckpointError if it is missing, damaged, too large or not a valid object."""
     try:
         content = read_strictly(path)

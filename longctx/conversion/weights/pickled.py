@@ -70,7 +70,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         # A hostile file may raise any exception.
-        raise CheckpointError(_refusal(path, str(error))) from error
+        raise CheckpointError(_rejection_message(path, str(error))) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict of tensors.")
     for name, value in content.items():
@@ -117,12 +117,12 @@ def _check_records(path: Path, tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _refusal(path: Path, reason: str) -> str:
+def _rejection_message(path: Path, reason: str) -> str:
     """Return torch's reason for rejecting a file, reworded."""
-    asked = re.search(r"(?:GLOBAL|global) `?([\w.]+)", reason)
-    if asked:
+    global_match = re.search(r"(?:GLOBAL|global) `?([\w.]+)", reason)
+    if global_match:
         return (
-            f"{path} is a pickle that asks for {asked[1]}, and only tensors are taken from a pickle. "
+            f"{path} is a pickle that asks for {global_match[1]}, and only tensors are taken from a pickle. "
             "Nothing of it was run.\nGet the weights as safetensors."
         )
     if "mmap can only be used" in reason:

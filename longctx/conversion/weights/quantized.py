@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longctx.conversion.differences import listing
-from longctx.conversion.weights.folder import WeightsFolder
+from longctx.conversion.tensor_mismatches import format_names
+from longctx.conversion.weights.weights_folder import WeightsFolder
 from longctx.errors import CheckpointError
 from longctx.families.quantization import Quantization
 from longctx.kernels.memory import trim_heap
@@ -36,10 +36,10 @@ class DequantizedFolder(WeightsFolder):
         stored = {name for name in disk.names() if not name.endswith(_ACTIVATIONS)}
         # Names as in an unquantised folder: its readers never ask for scales.
         if scheme.kind == "mxfp4":
-            self._scale_of = _packed(disk, stored)
+            self._scale_of = _mxfp4_scales(disk, stored)
             self._names_read = stored - {name + end for name in self._scale_of for end in (_BLOCKS, _SCALES)}
         else:
-            self._scale_of = _scaled(disk, stored, scheme)
+            self._scale_of = _fp8_scales(disk, stored, scheme)
             self._names_read = stored - set(self._scale_of.values())
         self._names_read |= set(self._scale_of)
 
@@ -85,9 +85,9 @@ class DequantizedFolder(WeightsFolder):
         return _from_fp8(self._disk.read_stored(name), self._disk.read(scale), self._scheme.block)
 
 
-def _scaled(disk: WeightsFolder, names: set[str], scheme: Quantization) -> dict[str, str]:
+def _fp8_scales(disk: WeightsFolder, names: set[str], scheme: Quantization) -> dict[str, str]:
     """Return each float8 tensor's scale, checked for the shape that the scheme requires."""
-    found, missing, wrong = {}, [], []
+    found, missing, invalid = {}, [], []
     # The files show which weights are quantised: configs name the modules that are not, with their own patterns.
     for name in sorted(names):
         if disk.stored_dtype(name) != torch.float8_e4m3fn:
@@ -99,14 +99,16 @@ def _scaled(disk: WeightsFolder, names: set[str], scheme: Quantization) -> dict[
         found[name] = scale
         shape, scale_shape = disk.shape(name), disk.shape(scale)
         if len(shape) != 2 or scale_shape not in _scale_shapes(shape, scheme.block):
-            wrong.append(f"{scale} {scale_shape} for {shape}")
+            invalid.append(f"{scale} {scale_shape} for {shape}")
     if missing:
-        raise CheckpointError(f"{disk.folder}: float8 weights without their scales: {listing(missing)}.")
-    if wrong:
-        raise CheckpointError(f"{disk.folder}: scales of other shapes than the scheme's ({scheme}): {listing(wrong)}.")
-    lost = {name for name in names if name.endswith(scheme.scales)} - set(found.values())
-    if lost:
-        raise CheckpointError(f"{disk.folder}: scales without a float8 weight: {listing(lost)}.")
+        raise CheckpointError(f"{disk.folder}: float8 weights without their scales: {format_names(missing)}.")
+    if invalid:
+        raise CheckpointError(
+            f"{disk.folder}: scales of other shapes than the scheme's ({scheme}): {format_names(invalid)}."
+        )
+    unmatched = {name for name in names if name.endswith(scheme.scales)} - set(found.values())
+    if unmatched:
+        raise CheckpointError(f"{disk.folder}: scales without a float8 weight: {format_names(unmatched)}.")
     return found
 
 
@@ -144,7 +146,7 @@ def _factors(scale: Tensor, part: slice, rows: int, columns: int, block: tuple[i
     return scale.reshape(rows, 1)[part]
 
 
-def _packed(disk: WeightsFolder, names: set[str]) -> dict[str, str]:
+def _mxfp4_scales(disk: WeightsFolder, names: set[str]) -> dict[str, str]:
     """Return each packed weight's scales."""
     found = {}
     for name in sorted(names):
@@ -162,9 +164,9 @@ def _packed(disk: WeightsFolder, names: set[str]) -> dict[str, str]:
                 "each."
             )
         found[base] = scale
-    lost = {n for n in names if n.endswith(_SCALES)} - set(found.values())
-    if lost:
-        raise CheckpointError(f"{disk.folder}: scales without blocks: {listing(lost)}.")
+    unmatched = {n for n in names if n.endswith(_SCALES)} - set(found.values())
+    if unmatched:
+        raise CheckpointError(f"{disk.folder}: scales without blocks: {format_names(unmatched)}.")
     return found
 
 

@@ -10,17 +10,17 @@ from random import Random
 import numpy as np
 
 from longctx.evaluation.haystack import Haystack
-from longctx.evaluation.ruler.search import Budget, RedrawError, Text, draw_fitting, units_by_estimate
-from longctx.evaluation.ruler.templates import NEEDLE, NIAH, NOISE
+from longctx.evaluation.random_values import random_number, uuid4
+from longctx.evaluation.ruler.fit_length import Budget, ResampleError, RulerPrompt, sample_fitting, units_by_estimate
+from longctx.evaluation.ruler.prompt_templates import NEEDLE, NIAH, NOISE
 from longctx.evaluation.ruler.word_lists import adjective_nouns
-from longctx.evaluation.values import number, uuid4
 
 DEPTHS = [int(depth) for depth in np.round(np.linspace(0, 100, num=40, endpoint=True))]
 """Possible needle positions, in per cent of the sentences before them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needles:
+class RulerNeedles:
     """One of the eight tasks: the arguments for NVIDIA's script."""
 
     haystack: str
@@ -31,7 +31,7 @@ class Needles:
     num_values: int = 1
     num_queries: int = 1
 
-    def texts(self, budget: Budget, seed: int, haystack: Haystack | None) -> Iterator[Text]:
+    def texts(self, budget: Budget, seed: int, haystack: Haystack | None) -> Iterator[RulerPrompt]:
         """Yield prompts; raise DataError if an essay would have to repeat the haystack."""
         draw = partial(self._draw, Random(seed), seed, haystack)
         # Step sizes as in the script.
@@ -43,15 +43,15 @@ class Needles:
         units = units_by_estimate(draw, budget, step=step)
         # NVIDIA's script silently repeats its essays then, which gives a different text.
         if haystack is not None and self.haystack == "essay" and units > haystack.num_words:
-            smallest = budget.tokens(draw(step).prompt)
-            if smallest + budget.answer_tokens > budget.total:
-                raise budget.too_small(smallest)
+            minimum = budget.tokens(draw(step).prompt)
+            if minimum + budget.answer_tokens > budget.total:
+                raise budget.too_small(minimum)
             filled = budget.tokens(draw(haystack.num_words).prompt) + budget.answer_tokens + budget.reserved
             raise haystack.too_short(budget.task, budget.length, filled=filled)
         while True:
-            yield draw_fitting(draw, budget, units=units, step=step)
+            yield sample_fitting(draw, budget, units=units, step=step)
 
-    def _draw(self, random: Random, seed: int, haystack: Haystack | None, units: int) -> Text:
+    def _draw(self, random: Random, seed: int, haystack: Haystack | None, units: int) -> RulerPrompt:
         """Return the next prompt, with ``units`` sentences or words from the haystack."""
         keys: list[str] = []
         values: list[list[str]] = []
@@ -66,9 +66,9 @@ class Needles:
             context = _essay(random, haystack, sentences, units)
         else:
             context = self._lines(random, sentences, units)
-        asked = random.sample(range(len(keys)), self.num_queries)
-        answers = [value for at in asked for value in values[at]]
-        return Text(prompt=self._prompt(context, [keys[at] for at in asked]), answers=answers)
+        query_indices = random.sample(range(len(keys)), self.num_queries)
+        answers = [value for at in query_indices for value in values[at]]
+        return RulerPrompt(prompt=self._prompt(context, [keys[at] for at in query_indices]), answers=answers)
 
     def _needle(self, key: str, value: str) -> str:
         return NEEDLE.format(type_needle_v=self.values, key=key, value=value)
@@ -80,7 +80,7 @@ class Needles:
             kinds = (self.keys, self.values)
             lines = [self._needle(_value(random, kinds[0]), _value(random, kinds[1])) for _ in range(units)]
         if units < len(needles):
-            raise RedrawError
+            raise ResampleError
         # Insert from the last line on, so that earlier line numbers stay valid.
         for at, needle in zip(sorted(random.sample(range(units), len(needles)), reverse=True), needles, strict=True):
             lines.insert(at, needle)
@@ -93,15 +93,15 @@ class Needles:
         template, kind = NIAH.text, self.values
         if self.num_queries * self.num_values == 1:
             # One after the other, as in the script: each replacement works on the previous result.
-            for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
-                template = template.replace(plural, singular)
+            for many_form, singular in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
+                template = template.replace(many_form, singular)
             kind = kind.removesuffix("s")
         return template.format(type_needle_v=kind, context=context, query=query)
 
 
 def _value(random: Random, kind: str) -> str:
     if kind == "numbers":
-        return number(random)
+        return random_number(random)
     if kind == "uuids":
         return uuid4(random)
     return random.choice(adjective_nouns())

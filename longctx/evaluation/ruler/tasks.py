@@ -6,28 +6,36 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from longctx.errors import DataError
-from longctx.evaluation.ruler import templates
-from longctx.evaluation.ruler.needles import Needles
-from longctx.evaluation.ruler.questions import read_hotpotqa, read_squad
-from longctx.evaluation.ruler.search import Budget, Text
-from longctx.evaluation.ruler.variables import texts as variable_texts
-from longctx.evaluation.ruler.words import common_words, frequent_words, numbered
+from longctx.evaluation.evaluation_task import (
+    EvaluationSample,
+    EvaluationTask,
+    Score,
+    Setting,
+    check_target,
+    required_haystack,
+    tokens_for_answer,
+)
+from longctx.evaluation.ruler import prompt_templates
+from longctx.evaluation.ruler.document_questions import read_hotpotqa, read_squad
+from longctx.evaluation.ruler.fit_length import Budget, RulerPrompt
+from longctx.evaluation.ruler.needles import RulerNeedles
+from longctx.evaluation.ruler.variable_tracking import texts as variable_texts
+from longctx.evaluation.ruler.word_extraction import coded_words, common_words, indexed
 from longctx.evaluation.scorers import clean_output, contains_all, contains_any
-from longctx.evaluation.task import Sample, Score, Setting, Task, check_target, required_haystack, tokens_for_answer
 
 NOISE, KEYS, TEXT = "a repeated line", "other needles", "the haystack"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RulerTask(Task):
+class RulerTask(EvaluationTask):
     """NVIDIA RULER task: samples come in sequence from one seed, so each depends on all previous ones."""
 
-    texts: Callable[[Budget, Setting], Iterator[Text]]
+    texts: Callable[[Budget, Setting], Iterator[RulerPrompt]]
     rule: Score = contains_all
     join: Callable[[list[str]], str] = ", ".join
     """Format for a correct answer with several items."""
 
-    def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
+    def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[EvaluationSample]:
         """Yield samples ``start`` to ``count``; those before ``start`` are sampled and dropped."""
         if self.needs_haystack:
             required_haystack(self, setting)
@@ -43,11 +51,11 @@ class RulerTask(Task):
             if index >= start:
                 yield self._sample(budget, index, text)
 
-    def score(self, output: str, sample: Sample) -> float:
+    def score(self, output: str, sample: EvaluationSample) -> float:
         """Return NVIDIA's score for an output, after cleaning the text as in its scripts."""
         return super().score(clean_output(output), sample)
 
-    def _sample(self, budget: Budget, index: int, text: Text) -> Sample:
+    def _sample(self, budget: Budget, index: int, text: RulerPrompt) -> EvaluationSample:
         answers = text.answers
         # If any of several answers counts, as in QA, the target has only one.
         if self.rule is contains_any:
@@ -56,7 +64,7 @@ class RulerTask(Task):
         # Variable tracking ends with a space already.
         if not text.prompt.endswith(" "):
             target = f" {target}"
-        sample = Sample(
+        sample = EvaluationSample(
             task=self.name,
             length=budget.length,
             index=index,
@@ -70,13 +78,13 @@ class RulerTask(Task):
         return sample
 
 
-def _needle_task(name: str, measures: str, needles: Needles) -> RulerTask:
+def _needle_task(name: str, description: str, needles: RulerNeedles) -> RulerTask:
     """Return one of the eight needle tasks."""
     return RulerTask(
         name=f"ruler_niah_{name}",
-        measures=measures,
+        description=description,
         prompt_budget={"noise": NOISE, "needle": KEYS, "essay": TEXT}[needles.haystack],
-        answer_tokens=templates.NIAH.answer_tokens,
+        answer_tokens=prompt_templates.NIAH.answer_tokens,
         texts=lambda budget, setting: needles.texts(budget, setting.seed, setting.haystack),
         cue="The special magic",
         needs_haystack=needles.haystack == "essay",
@@ -84,52 +92,54 @@ def _needle_task(name: str, measures: str, needles: Needles) -> RulerTask:
 
 
 RULER_TASKS = (
-    _needle_task("single_1", "RULER: one number in a repeated line", Needles(haystack="noise")),
-    _needle_task("single_2", "RULER: one number in a text", Needles(haystack="essay")),
-    _needle_task("single_3", "RULER: one UUID in a text", Needles(haystack="essay", values="uuids")),
-    _needle_task("multikey_1", "RULER: one of four numbers in a text", Needles(haystack="essay", num_keys=4)),
-    _needle_task("multikey_2", "RULER: one of very many numbers", Needles(haystack="needle")),
+    _needle_task("single_1", "RULER: one number in a repeated line", RulerNeedles(haystack="noise")),
+    _needle_task("single_2", "RULER: one number in a text", RulerNeedles(haystack="essay")),
+    _needle_task("single_3", "RULER: one UUID in a text", RulerNeedles(haystack="essay", values="uuids")),
+    _needle_task("multikey_1", "RULER: one of four numbers in a text", RulerNeedles(haystack="essay", num_keys=4)),
+    _needle_task("multikey_2", "RULER: one of very many numbers", RulerNeedles(haystack="needle")),
     _needle_task(
-        "multikey_3", "RULER: one of very many UUIDs", Needles(haystack="needle", keys="uuids", values="uuids")
+        "multikey_3", "RULER: one of very many UUIDs", RulerNeedles(haystack="needle", keys="uuids", values="uuids")
     ),
-    _needle_task("multivalue", "RULER: four numbers of one key in a text", Needles(haystack="essay", num_values=4)),
-    _needle_task("multiquery", "RULER: numbers of four keys in a text", Needles(haystack="essay", num_queries=4)),
+    _needle_task(
+        "multivalue", "RULER: four numbers of one key in a text", RulerNeedles(haystack="essay", num_values=4)
+    ),
+    _needle_task("multiquery", "RULER: numbers of four keys in a text", RulerNeedles(haystack="essay", num_queries=4)),
     RulerTask(
         name="ruler_vt",
-        measures="RULER: all variables of a chain of assignments",
+        description="RULER: all variables of a chain of assignments",
         prompt_budget=NOISE,
-        answer_tokens=templates.VARIABLE_TRACKING.answer_tokens,
+        answer_tokens=prompt_templates.VARIABLE_TRACKING.answer_tokens,
         texts=lambda budget, setting: variable_texts(budget, setting.seed),
         join=" ".join,
     ),
     RulerTask(
         name="ruler_cwe",
-        measures="RULER: the ten most common words of a list",
+        description="RULER: the ten most common words of a list",
         prompt_budget="words of a list",
-        answer_tokens=templates.COMMON_WORDS.answer_tokens,
+        answer_tokens=prompt_templates.COMMON_WORDS.answer_tokens,
         texts=lambda budget, setting: common_words(budget, setting.seed, setting.ruler.english_words),
-        join=lambda words: " ".join(numbered(words)),
+        join=lambda words: " ".join(indexed(words)),
     ),
     RulerTask(
         name="ruler_fwe",
-        measures="RULER: the three most frequent coded words",
+        description="RULER: the three most frequent coded words",
         prompt_budget="coded words",
-        answer_tokens=templates.FREQUENT_WORDS.answer_tokens,
-        texts=lambda budget, setting: frequent_words(budget, setting.seed),
+        answer_tokens=prompt_templates.CODED_WORDS.answer_tokens,
+        texts=lambda budget, setting: coded_words(budget, setting.seed),
     ),
     RulerTask(
         name="ruler_qa_1",
-        measures="RULER: a question about one of many paragraphs (SQuAD, your file)",
+        description="RULER: a question about one of many paragraphs (SQuAD, your file)",
         prompt_budget="other documents",
-        answer_tokens=templates.QUESTION_ANSWERING.answer_tokens,
+        answer_tokens=prompt_templates.QUESTION_ANSWERING.answer_tokens,
         texts=lambda budget, setting: read_squad(setting.ruler.squad).texts(budget, setting.seed),
         rule=contains_any,
     ),
     RulerTask(
         name="ruler_qa_2",
-        measures="RULER: a question about two of many paragraphs (HotpotQA, your file)",
+        description="RULER: a question about two of many paragraphs (HotpotQA, your file)",
         prompt_budget="other documents",
-        answer_tokens=templates.QUESTION_ANSWERING.answer_tokens,
+        answer_tokens=prompt_templates.QUESTION_ANSWERING.answer_tokens,
         texts=lambda budget, setting: read_hotpotqa(setting.ruler.hotpotqa).texts(budget, setting.seed),
         rule=contains_any,
     ),

@@ -46,13 +46,13 @@ def all_words() -> tuple[str, ...]:
 class JoinedWords:
     """Sequence ``sorted({f"{first}-{second}" …})`` without the list, which takes half a gigabyte and ten seconds."""
 
-    def __init__(self, firsts: Sequence[str], seconds: Sequence[str]) -> None:
+    def __init__(self, first_words: Sequence[str], seconds: Sequence[str]) -> None:
         self._seconds = sorted(set(seconds))
         self._groups: list[str | list[str]] = []
         """A first word alone, or the sorted pairs of several that are prefixes of each other."""
         # First words sort separately unless one, with its hyphen, is a prefix of another (``well`` and ``well-known``):
         # list and sort the pairs in such a group.
-        for group in _grouped_by_beginning(sorted(f"{first}-" for first in set(firsts))):
+        for group in _group_by_prefix(sorted(f"{first}-" for first in set(first_words))):
             if len(group) == 1:
                 # Its pairs are contiguous, in the order of the second words.
                 self._groups.append(group[0])
@@ -80,10 +80,10 @@ class JoinedWords:
         return len(group)
 
 
-def _grouped_by_beginning(beginnings: list[str]) -> list[list[str]]:
+def _group_by_prefix(prefixes: list[str]) -> list[list[str]]:
     """Group sorted texts so that a group's first text is a prefix of all its others."""
     groups: list[list[str]] = []
-    for text in beginnings:
+    for text in prefixes:
         if groups and text.startswith(groups[-1][0]):
             groups[-1].append(text)
         else:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from longctx.evaluation.fitted import Draft, Request
-from longctx.evaluation.values import distinct, nonsense
+from longctx.evaluation.independent_samples import Draft, PromptSpec
+from longctx.evaluation.random_values import distinct, nonsense
 
 CUE = 4
 """Words that identify the part to copy."""
 COPIED = 8
 """Words to copy."""
-SMALLEST = CUE + COPIED
+MIN_TOKENS = CUE + COPIED
 
 
-def build_copy(request: Request) -> Draft:
+def build_copy(request: PromptSpec) -> Draft:
     """Build a sequence with ``units`` words; the part to copy starts at the requested depth."""
     # Distinct words: otherwise the cue could have two continuations.
     words = distinct(request.random, partial(nonsense, syllables=4), request.units)

@@ -8,28 +8,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from longctx.evaluation.fitted import Draft, Request
+from longctx.evaluation.independent_samples import Draft, PromptSpec
 
 OUT_DEGREE = 2
 WALK = 3
 """Steps in the breadth-first search."""
 MOST_ANSWERS = 8
 """Maximum nodes in an answer; a walk of three steps reaches at most this many."""
-SMALLEST = 8
+MIN_TOKENS = 8
 """Nodes in the smallest graph."""
 
 Graph = dict[str, list[str]]
 
 _EXAMPLE_NODES = ("0a0a0a", "1b1b1b", "2c2c2c", "3d3d3d")
-_INTRODUCTION = (
+_HEADER = (
     "A directed graph is given by its edges, one a line. Answer with a list of nodes in brackets.\n\n"
     "Example:\n{edges}\nQuestion: {question}\nAnswer: {answer}\n\n"
 )
 _BFS = "Which nodes can be reached from {node} in exactly {steps} steps and in no fewer?"
-_PARENTS = "Which nodes have an edge that leads to {node}?"
+_PREDECESSORS = "Which nodes have an edge that leads to {node}?"
 
 
-def build_bfs(request: Request) -> Draft:
+def build_bfs(request: PromptSpec) -> Draft:
     """Build a question for the nodes with a shortest path of ``WALK`` edges from a node. ``units`` counts nodes."""
     graph, edges = _random_graph(request.random, request.units)
     # The first node in random order is a random node.
@@ -40,18 +40,18 @@ def build_bfs(request: Request) -> Draft:
         steps -= 1
         start = next((node for node in graph if frontier(graph, node, steps)), None)
     a, b, c, d = _EXAMPLE_NODES
-    example = _introduction([(a, b), (b, c), (a, d)], _BFS.format(node=a, steps=2), [c])
+    example = _header([(a, b), (b, c), (a, d)], _BFS.format(node=a, steps=2), [c])
     return _draft(example, edges, _BFS.format(node=start, steps=steps), frontier(graph, start, steps))
 
 
-def build_parents(request: Request) -> Draft:
+def build_predecessors(request: PromptSpec) -> Draft:
     """Build a question for the nodes with an edge to a node that has at least one, and at most ``MOST_ANSWERS``."""
     graph, edges = _random_graph(request.random, request.units)
     # Long answers would test the output limit instead of the search.
-    wanted = next(node for node in graph if 0 < len(parents(graph, node)) <= MOST_ANSWERS)
+    wanted = next(node for node in graph if 0 < len(predecessors(graph, node)) <= MOST_ANSWERS)
     a, b, c, d = _EXAMPLE_NODES
-    example = _introduction([(a, b), (b, c), (d, c)], _PARENTS.format(node=c), [b, d])
-    return _draft(example, edges, _PARENTS.format(node=wanted), parents(graph, wanted))
+    example = _header([(a, b), (b, c), (d, c)], _PREDECESSORS.format(node=c), [b, d])
+    return _draft(example, edges, _PREDECESSORS.format(node=wanted), predecessors(graph, wanted))
 
 
 def frontier(graph: Graph, start: str, steps: int) -> list[str]:
@@ -64,7 +64,7 @@ def frontier(graph: Graph, start: str, steps: int) -> list[str]:
     return sorted(current)
 
 
-def parents(graph: Graph, node: str) -> list[str]:
+def predecessors(graph: Graph, node: str) -> list[str]:
     """Return the nodes with an edge to ``node``, sorted."""
     return sorted(parent for parent, children in graph.items() if node in children)
 
@@ -84,13 +84,13 @@ def _random_graph(random: Random, num_nodes: int) -> tuple[Graph, list[tuple[str
     return graph, edges
 
 
-def _introduction(edges: Sequence[tuple[str, str]], question: str, answer: list[str]) -> str:
-    return _INTRODUCTION.format(edges=_lines(edges), question=question, answer=_list(answer))
+def _header(edges: Sequence[tuple[str, str]], question: str, answer: list[str]) -> str:
+    return _HEADER.format(edges=_lines(edges), question=question, answer=_list(answer))
 
 
-def _draft(introduction: str, edges: Sequence[tuple[str, str]], question: str, answer: list[str]) -> Draft:
+def _draft(header: str, edges: Sequence[tuple[str, str]], question: str, answer: list[str]) -> Draft:
     return Draft(
-        prompt=f"{introduction}Graph:\n{_lines(edges)}\nQuestion: {question}\nAnswer:",
+        prompt=f"{header}Graph:\n{_lines(edges)}\nQuestion: {question}\nAnswer:",
         answers=tuple(answer),
         target=f" {_list(answer)}",
     )

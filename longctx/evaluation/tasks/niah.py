@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longctx.evaluation.fitted import Draft, Request
 from longctx.evaluation.haystack import insert_sentences
-from longctx.evaluation.values import KINDS, distinct, word
+from longctx.evaluation.independent_samples import Draft, PromptSpec
+from longctx.evaluation.random_values import KINDS, distinct, word
 
-INTRODUCTION = "Secret codes are hidden in the following text. Read it, and remember every secret code.\n\n"
+HEADER = "Secret codes are hidden in the following text. Read it, and remember every secret code.\n\n"
 _NEEDLE = "The secret code of {key} is {code}."
 _QUESTION = "\n\nQuestion: What is the secret code of {key}?\nAnswer: The secret code of {key} is"
-_QUESTION_OF_SEVERAL = "\n\nQuestion: What are all the secret codes of {keys}?\nAnswer: The secret codes of {keys} are"
+_QUESTION_WITH_KEYS = "\n\nQuestion: What are all the secret codes of {keys}?\nAnswer: The secret codes of {keys} are"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needles:
+class NeedleTask:
     """Number of needles that are hidden and queried."""
 
     kind: str = "number"
@@ -32,7 +32,7 @@ class Needles:
         """Number of codes in a correct answer."""
         return self.num_values * self.num_queries
 
-    def build(self, request: Request) -> Draft:
+    def build(self, request: PromptSpec) -> Draft:
         """Build the prompt: ``units`` words from the haystack with the needles, and the question.
 
         A single answer is at the requested depth. Distractor needles are anywhere, and so are several answers.
@@ -50,18 +50,18 @@ class Needles:
         window = request.text.window(random.randrange(len(request.text.sentences)), request.units)
         needles = [needle_sentence(key, code) for key, code in pairs]
         context, starts = insert_sentences(window, list(zip(depths, needles, strict=True)))
-        asked = pairs[: self.num_answers]
+        queried = pairs[: self.num_answers]
         spans: list[tuple[int, int]] = []
-        for (_, code), start, needle in zip(asked, starts, needles, strict=False):
+        for (_, code), start, needle in zip(queried, starts, needles, strict=False):
             # Search from the right: a key made from words may contain the code's letters.
-            begin = len(INTRODUCTION) + start + needle.rindex(code)
+            begin = len(HEADER) + start + needle.rindex(code)
             spans.append((begin, begin + len(code)))
         question = question_of(keys[0])
         if self.num_answers > 1:
-            question = _QUESTION_OF_SEVERAL.format(keys=", ".join(keys[: self.num_queries]))
-        answers = tuple(code for _, code in asked)
+            question = _QUESTION_WITH_KEYS.format(keys=", ".join(keys[: self.num_queries]))
+        answers = tuple(code for _, code in queried)
         return Draft(
-            prompt=f"{INTRODUCTION}{context}{question}",
+            prompt=f"{HEADER}{context}{question}",
             answers=answers,
             target=f" {', '.join(answers)}.",
             spans=tuple(spans),

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch, tile by tile: any device, any floating-point dtype, every rule in ``Scores``.
+"""Attention in plain PyTorch, tile by tile: any device, any floating-point dtype, every rule in ``ScoreRules``.
 
 Apart from inputs and results it allocates only a few tensors with at most B·H·512·512 elements, independent of the
 sequence length. float64 inputs are computed in float64, all others in float32.
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longctx.kernels.attention.attention_tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.attention.bias import (
     check_scores,
     distance_bias,
+    expand_diagonals,
     gather_diagonals,
     soft_cap,
-    spread,
     table_gradient,
-    tile_distances,
+    tile_relative_positions,
 )
-from longctx.kernels.attention.contract import Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.kernel_interface import Gradients, KernelRequest, ScoreRules, merge_
 from longctx.kernels.attention.slices import AttentionSlice, table_slices
-from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.dtypes import accumulate_dtype
 
 _TILE = 512
@@ -50,7 +50,7 @@ class BlockwiseKernel:
         return None
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: ScoreRules
     ) -> tuple[Tensor, Tensor]:
         check_scores(scores, q_BtHD.shape[2])
         partial = accumulate_dtype(q_BtHD.dtype)
@@ -60,7 +60,7 @@ class BlockwiseKernel:
         for attn_slice in table_slices(slices):
             for block in row_blocks(attn_slice, rows=_TILE, keys=_TILE):
                 q = _query_rows(q_BtHD, block.q, k_BsKD.shape[2])
-                block_out, block_lse = _attend(q, k_BsKD, v_BsKV, attn_slice, block, scores)
+                block_out, block_lse = _forward_block(q, k_BsKD, v_BsKV, attn_slice, block, scores)
                 # other slices may already have written these query rows, over other keys
                 block_out, block_lse = _as_rows(block_out), _as_rows(block_lse.unsqueeze(-1)).squeeze(-1)
                 merge_(out[:, block.q], lse[:, block.q], block_out, block_lse)
@@ -76,13 +76,13 @@ class BlockwiseKernel:
         lse_BtH: Tensor,
         slices: Tensor,
         *,
-        scores: Scores,
+        scores: ScoreRules,
     ) -> Gradients:
         check_scores(scores, q_BtHD.shape[2])
         partial, K = accumulate_dtype(q_BtHD.dtype), k_BsKD.shape[2]
         dq, dk, dv = (torch.zeros_like(x, dtype=partial) for x in (q_BtHD, k_BsKD, v_BsKV))
         # float64: each entry sums the gradient over many full diagonals
-        dtable = scores.table_gradient(torch.float64)
+        dbias_table = scores.table_gradient(torch.float64)
         power_BtH, lse_BtH = _centred(lse_BtH, partial)
         for attn_slice in table_slices(slices):
             for block in row_blocks(attn_slice, rows=_TILE, keys=_TILE):
@@ -94,13 +94,13 @@ class BlockwiseKernel:
                 dq_block = torch.zeros_like(q)
                 for tile in block.tiles:
                     work = _Work(attn_slice, block.q, tile, scores)
-                    dk_tile, dv_tile = _tile_gradients(rows, k_BsKD, v_BsKV, work, dq_block, dtable)
+                    dk_tile, dv_tile = _tile_gradients(rows, k_BsKD, v_BsKV, work, dq_block, dbias_table)
                     dk[:, tile.k] += dk_tile.transpose(1, 2)
                     dv[:, tile.k] += dv_tile.transpose(1, 2)
                 dq[:, block.q] += _as_rows(dq_block)
-        if dtable is not None:
-            dtable = dtable.to(partial)
-        return Gradients(dq, dk, dv, dtable)
+        if dbias_table is not None:
+            dbias_table = dbias_table.to(partial)
+        return Gradients(dq, dk, dv, dbias_table)
 
 
 class _Work(NamedTuple):
@@ -109,7 +109,7 @@ class _Work(NamedTuple):
     attn_slice: AttentionSlice
     q: slice
     tile: Tile
-    scores: Scores
+    scores: ScoreRules
 
 
 class _Rows(NamedTuple):
@@ -144,8 +144,8 @@ def _centred(lse_BtH: Tensor, partial: torch.dtype) -> tuple[Tensor, Tensor]:
     return centred(lse_BtH)
 
 
-def _attend(
-    q: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, attn_slice: AttentionSlice, block: RowBlock, scores: Scores
+def _forward_block(
+    q: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, attn_slice: AttentionSlice, block: RowBlock, scores: ScoreRules
 ) -> tuple[Tensor, Tensor]:
     """Compute output [B, K, G, R, V] and float64 log-sum-exp [B, K, G, R] for one row block."""
     # Online softmax (arXiv 1805.02867, FlashAttention-2's forward, arXiv 2307.08691): softmax each tile on its own,
@@ -155,13 +155,13 @@ def _attend(
     lse: Tensor | None = None
     for tile in block.tiles:
         k, v = _key_rows(k_BsKD, tile.k), _key_rows(v_BsKV, tile.k)
-        values = _add_bias_and_mask_(_capped_products(q, k, scores), _Work(attn_slice, block.q, tile, scores))
+        values = _add_bias_and_mask_(_capped_logits(q, k, scores), _Work(attn_slice, block.q, tile, scores))
         # shift by each row's largest score, so that no exponential exceeds 1
         peak = values.amax(-1, keepdim=True)
         weights = _exp_(values.sub_(peak))
-        mass = weights.sum(-1, keepdim=True)
-        tile_out = (weights.flatten(2, 3) @ v).unflatten(2, q.shape[2:4]).div_(mass)
-        tile_lse = (peak.double() + mass.double().log()).squeeze(-1)
+        row_sum = weights.sum(-1, keepdim=True)
+        tile_out = (weights.flatten(2, 3) @ v).unflatten(2, q.shape[2:4]).div_(row_sum)
+        tile_lse = (peak.double() + row_sum.double().log()).squeeze(-1)
         # every row sees a key in each tile, so neither log-sum-exp is −inf
         if out is None or lse is None:
             out, lse = tile_out, tile_lse
@@ -172,7 +172,7 @@ def _attend(
     return out, lse
 
 
-def _capped_products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+def _capped_logits(q: Tensor, k: Tensor, scores: ScoreRules) -> Tensor:
     """Return the scaled dot products [B, K, G, R, S] after the soft cap."""
     values = (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4]).mul_(scores.scale)
     if scores.softcap is not None:
@@ -181,20 +181,20 @@ def _capped_products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
 
 
 def _add_bias_and_mask_(values: Tensor, work: _Work) -> Tensor:
-    """Turn ``_capped_products`` into scores in place: add biases, set −inf outside the tile's band."""
+    """Turn ``_capped_logits`` into scores in place: add biases, set −inf outside the tile's band."""
     num_rows, num_keys, tile = values.shape[3], values.shape[4], work.tile
-    if work.scores.needs_distances:
+    if work.scores.needs_relative_positions:
         # Only R + S − 1 distances occur among R · S scores: compute each bias once and expand a view.
-        distances_n = tile_distances(work.attn_slice, work.q, tile.k, values.device)
-        bias_HRS = spread(distance_bias(work.scores, distances_n).to(values.dtype), num_keys)
+        relative_positions_n = tile_relative_positions(work.attn_slice, work.q, tile.k, values.device)
+        bias_HRS = expand_diagonals(distance_bias(work.scores, relative_positions_n).to(values.dtype), num_keys)
         values += bias_HRS.unflatten(0, values.shape[1:3])
     if tile.lo is not None or tile.hi is not None:
         i = torch.arange(num_rows, device=values.device)[:, None]
-        apart = i - torch.arange(num_keys, device=values.device)
+        q_minus_k = i - torch.arange(num_keys, device=values.device)
         if tile.lo is not None:
-            values.masked_fill_(apart < tile.lo, -torch.inf)
+            values.masked_fill_(q_minus_k < tile.lo, -torch.inf)
         if tile.hi is not None:
-            values.masked_fill_(apart > tile.hi, -torch.inf)
+            values.masked_fill_(q_minus_k > tile.hi, -torch.inf)
     return values
 
 
@@ -207,35 +207,35 @@ def _exp_(exponents: Tensor) -> Tensor:
 
 
 def _tile_gradients(
-    rows: _Rows, k_BsKD: Tensor, v_BsKV: Tensor, work: _Work, dq: Tensor, dtable_NH: Tensor | None
+    rows: _Rows, k_BsKD: Tensor, v_BsKV: Tensor, work: _Work, dq: Tensor, dbias_table_NH: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return one tile's key and value gradients [B, K, S, …].
 
-    Add the query and bias table gradients to ``dq`` and ``dtable_NH``.
+    Add the query and bias table gradients to ``dq`` and ``dbias_table_NH``.
     """
     # FlashAttention's backward: recompute p = exp(score − lse) per tile. lse is global, so p sums to 1 over all keys on
     # all ranks, and tile gradients only need to be added.
     k, v = _key_rows(k_BsKD, work.tile.k), _key_rows(v_BsKV, work.tile.k)
-    products, cap = _capped_products(rows.q, k, work.scores), work.scores.softcap
+    logits, cap = _capped_logits(rows.q, k, work.scores), work.scores.softcap
     slope: Tensor | None = None
     if cap is not None:
         # The derivative of cap · tanh(x / cap) is 1 − tanh²; computed here, because the scores overwrite the products.
-        slope = (products / cap).square_().neg_().add_(1)
-    weights = _exp_(_add_bias_and_mask_(products, work).sub_(rows.lse))
+        slope = (logits / cap).square_().neg_().add_(1)
+    weights = _exp_(_add_bias_and_mask_(logits, work).sub_(rows.lse))
 
     # dv = pᵀ · dout, and through the softmax dscore = p · (dout·v − delta)
     dout = rows.dout.flatten(2, 3)
     dv = weights.flatten(2, 3).mT @ dout
     dscores = (dout @ v.mT).view_as(weights).sub_(rows.delta).mul_(weights)
-    if dtable_NH is not None and work.scores.relative_bias is not None:
+    if dbias_table_NH is not None and work.scores.relative_bias is not None:
         # the bias is added after the cap, so its gradient equals dscores
-        distances_n = tile_distances(work.attn_slice, work.q, work.tile.k, dscores.device)
+        relative_positions_n = tile_relative_positions(work.attn_slice, work.q, work.tile.k, dscores.device)
         dvalues_Hn = gather_diagonals(dscores.sum(0).flatten(0, 1))
-        dtable_NH += table_gradient(dvalues_Hn, distances_n, work.scores.relative_bias)
+        dbias_table_NH += table_gradient(dvalues_Hn, relative_positions_n, work.scores.relative_bias)
 
     # through cap and scale to queries and keys
     if slope is not None:
         dscores.mul_(slope)
-    dproducts = dscores.mul_(work.scores.scale).flatten(2, 3)
-    dq += (dproducts @ k).view_as(dq)
-    return dproducts.mT @ rows.q.flatten(2, 3), dv
+    dlogits = dscores.mul_(work.scores.scale).flatten(2, 3)
+    dq += (dlogits @ k).view_as(dq)
+    return dlogits.mT @ rows.q.flatten(2, 3), dv

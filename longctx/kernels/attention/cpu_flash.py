@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import RULES, Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.attention_tiles import RowBlock, Tile, centred, fold_, row_blocks
+from longctx.kernels.attention.kernel_interface import RULES, Gradients, KernelRequest, ScoreRules, merge_
 from longctx.kernels.attention.sinks import apply_sinks
 from longctx.kernels.attention.slices import once_per_table, table_slices
-from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.dtypes import accumulate_dtype, as_dtype
-from longctx.kernels.processor import fastest_products
+from longctx.kernels.processor import fastest_matmul_mode
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class CpuFlashKernel:
     """The fast kernel on CPUs; docs/parallel.md compares ring attention with it to ``scaled_dot_product_attention``.
 
     ``compute`` is the dtype in which bfloat16 and float16 inputs are multiplied: ``"float32"``, ``"native"`` (their
-    own), or ``"auto"``: ``fastest_products`` decides for bfloat16, and float16 uses float32.
+    own), or ``"auto"``: ``fastest_matmul_mode`` decides for bfloat16, and float16 uses float32.
     """
 
     def __init__(self, compute: str = "auto") -> None:
@@ -81,7 +81,7 @@ class CpuFlashKernel:
         return None
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: ScoreRules
     ) -> tuple[Tensor, Tensor]:
         op = self._op(q_BtHD, v_BsKV, scores)
         # With bfloat16 results each tile merge would round once more, so the op takes full rows.
@@ -90,14 +90,14 @@ class CpuFlashKernel:
             size = _WHOLE
         whole = _whole_block(slices, size, q_BtHD.shape[1])
         if whole is not None:
-            return op.attend(q_BtHD, k_BsKD, v_BsKV, whole)
+            return op.forward_block(q_BtHD, k_BsKD, v_BsKV, whole)
         shape = q_BtHD.shape[:-1] + v_BsKV.shape[-1:]
         # empty, not zeros: most rows belong to one block, which writes its result there
         out = q_BtHD.new_empty(shape, dtype=accumulate_dtype(q_BtHD.dtype))
         lse = q_BtHD.new_full(shape[:-1], -torch.inf, dtype=torch.float64)
         touched = torch.zeros(shape[1], dtype=torch.bool)
         for block in _blocks(slices, size):
-            block_out, block_lse = op.attend(q_BtHD, k_BsKD, v_BsKV, block)
+            block_out, block_lse = op.forward_block(q_BtHD, k_BsKD, v_BsKV, block)
             if touched[block.q].any():
                 out[:, block.q][:, ~touched[block.q]] = 0  # never written: 0 · NaN is NaN
                 merge_(out[:, block.q], lse[:, block.q], block_out, block_lse)
@@ -115,7 +115,7 @@ class CpuFlashKernel:
         v_NsKV: Tensor,
         bias_N11s: Tensor | None,
         *,
-        scores: Scores,
+        scores: ScoreRules,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Return the partial output [N, 1, H, V] for one query per sequence over all its keys and the sinks.
@@ -151,7 +151,7 @@ class CpuFlashKernel:
         lse_BtH: Tensor,
         slices: Tensor,
         *,
-        scores: Scores,
+        scores: ScoreRules,
     ) -> Gradients:
         op = self._op(q_BtHD, v_BsKV, scores)
         partial = accumulate_dtype(q_BtHD.dtype)
@@ -178,7 +178,7 @@ class CpuFlashKernel:
                     dv[:, tile.k, g] += tile_dv
         return Gradients(dq, dk, dv)
 
-    def _op(self, q_BtHD: Tensor, v_BsKV: Tensor, scores: Scores) -> _Op:
+    def _op(self, q_BtHD: Tensor, v_BsKV: Tensor, scores: ScoreRules) -> _Op:
         if scores.rules:
             raise ConfigError("kernel cpu_flash has no soft cap and no bias. Try parallel.kernel=blockwise.")
         dtype = _compute_dtype(q_BtHD.dtype, self.compute)
@@ -210,7 +210,7 @@ def _compute_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
     if compute == "auto":
         compute = "float32"
         if dtype == torch.bfloat16:
-            compute = fastest_products()
+            compute = fastest_matmul_mode()
         if dtype == torch.float16:
             log.info("cpu_flash computes %s in float32: float16 partial sums overflow.", dtype)
         elif compute == "native":
@@ -257,18 +257,18 @@ class _Op(NamedTuple):
             stop = min(g + together, num_kv_heads)
             yield slice(g * shared, stop * shared), slice(g, stop)
 
-    def attend(self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock) -> tuple[Tensor, Tensor]:
+    def forward_block(self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock) -> tuple[Tensor, Tensor]:
         """Compute one block's output [B, r, H, V] as a partial result and float64 log-sum-exp [B, r, H]."""
-        meeting = block.q.stop - block.q.start
-        q = self.take(q_BtHD, meeting, block.q)
+        num_queries = block.q.stop - block.q.start
+        q = self.to_op_layout(q_BtHD, num_queries, block.q)
         out: Tensor | None = None
         lse: Tensor | None = None
         for tile in block.tiles:
-            k, v = self.take(k_BsKD, meeting, tile.k), self.take(v_BsKV, meeting, tile.k)
+            k, v = self.to_op_layout(k_BsKD, num_queries, tile.k), self.to_op_layout(v_BsKV, num_queries, tile.k)
             tile_out, tile_lse = _forward(
                 q, k, v, 0.0, _is_causal(tile), attn_mask=self._mask(block, tile), scale=self.scale
             )
-            tile_out, tile_lse = self.give(tile_out, self.sizes[1]), tile_lse.transpose(1, 2).double()
+            tile_out, tile_lse = self.to_partial_result(tile_out, self.sizes[1]), tile_lse.transpose(1, 2).double()
             # Online softmax over tiles: every row sees a key in each tile, so neither log-sum-exp is −inf.
             if out is None or lse is None:
                 out, lse = tile_out, tile_lse
@@ -282,35 +282,35 @@ class _Op(NamedTuple):
         self, rows: _Rows, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock
     ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
         """Yield the block's tiles, each with its query, key and value gradients as partial results."""
-        meeting = block.q.stop - block.q.start
-        dout, q, out = (self.take(x, meeting) for x in (rows.dout_BrHV, rows.q_BrHD, rows.out_BrHV))
+        num_queries = block.q.stop - block.q.start
+        dout, q, out = (self.to_op_layout(x, num_queries) for x in (rows.dout_BrHV, rows.q_BrHD, rows.out_BrHV))
         lse, num_kv_heads = rows.lse_BrH.transpose(1, 2), k_BsKD.shape[2]
         if rows.power_BrH is not None:
             power = rows.power_BrH.unsqueeze(-1).transpose(1, 2)
             if dout.dtype != rows.dout_BrHV.dtype:
-                dout.mul_(power)  # ``take`` made a copy
+                dout.mul_(power)  # ``to_op_layout`` made a copy
             else:
                 dout = dout * power
         D, V = self.sizes
         for tile in block.tiles:
-            k, v = self.take(k_BsKD, meeting, tile.k), self.take(v_BsKV, meeting, tile.k)
+            k, v = self.to_op_layout(k_BsKD, num_queries, tile.k), self.to_op_layout(v_BsKV, num_queries, tile.k)
             if self.rounds:  # the op would sum heads that share a key in its own dtype
                 k, v = (x.repeat_interleave(q.shape[1] // num_kv_heads, 1) for x in (k, v))
             mask = self._mask(block, tile)
             dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, _is_causal(tile), attn_mask=mask, scale=self.scale)
-            dq, dk, dv = self.give(dq, D), self.give(dk, D), self.give(dv, V)
+            dq, dk, dv = self.to_partial_result(dq, D), self.to_partial_result(dk, D), self.to_partial_result(dv, V)
             if self.rounds:
                 dk, dv = (x.unflatten(2, (num_kv_heads, -1)).sum(3) for x in (dk, dv))
             yield tile, dq, dk, dv
 
-    def take(self, x_BsHX: Tensor, meeting: int, rows: slice = slice(None)) -> Tensor:
+    def to_op_layout(self, x_BsHX: Tensor, num_queries: int, rows: slice = slice(None)) -> Tensor:
         """Convert rows to the op's layout: [B, H, rows, size], the smaller head size padded with zeros.
 
-        If ``meeting``, the query row count, is large, rows become contiguous per head: the op takes 4 to 9 % longer on
-        strided rows. With few query rows, as in decoding, the copy would cost more than it saves.
+        If ``num_queries``, the query row count, is large, rows become contiguous per head: the op takes 4 to 9 % longer
+        on strided rows. With few query rows, as in decoding, the copy would cost more than it saves.
         """
         layout = torch.preserve_format
-        if meeting >= _PACKED_ROWS:
+        if num_queries >= _PACKED_ROWS:
             layout = torch.contiguous_format
         return self.fit(x_BsHX[:, rows].transpose(1, 2), layout)
 
@@ -325,7 +325,7 @@ class _Op(NamedTuple):
             return x_BHsX.contiguous()
         return x_BHsX
 
-    def give(self, x: Tensor, size: int) -> Tensor:
+    def to_partial_result(self, x: Tensor, size: int) -> Tensor:
         """Convert an op output to a partial result [B, rows, H, size]."""
         return x.transpose(1, 2)[..., :size].to(accumulate_dtype(x.dtype))
 
@@ -347,10 +347,10 @@ def _band_mask(rows: int, keys: int, lo: int | None, hi: int | None, dtype: torc
 
     It has at most 2^20 elements, and most blocks share one.
     """
-    apart = torch.arange(rows)[:, None] - torch.arange(keys)
-    outside = torch.zeros(rows, keys, dtype=torch.bool)
+    q_minus_k = torch.arange(rows)[:, None] - torch.arange(keys)
+    is_masked = torch.zeros(rows, keys, dtype=torch.bool)
     if lo is not None:
-        outside |= apart < lo
+        is_masked |= q_minus_k < lo
     if hi is not None:
-        outside |= apart > hi
-    return torch.zeros(rows, keys, dtype=dtype).masked_fill_(outside, -torch.inf)
+        is_masked |= q_minus_k > hi
+    return torch.zeros(rows, keys, dtype=dtype).masked_fill_(is_masked, -torch.inf)

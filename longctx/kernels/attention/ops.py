@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.contract import Gradients, RelativeBias, Scores
-from longctx.kernels.attention.select import KERNELS
+from longctx.kernels.attention.kernel_interface import Gradients, RelativeBias, ScoreRules
+from longctx.kernels.attention.kernel_selection import KERNELS
 from longctx.kernels.dtypes import accumulate_dtype
 
 # torch.compile traces operators through their fake implementations, which only compute result shapes, so a kernel never
@@ -32,7 +32,7 @@ _library.define(
 
 
 def forward(
-    kernel: str, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
+    kernel: str, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: ScoreRules
 ) -> tuple[Tensor, Tensor]:
     """Call the named kernel's ``forward`` through the operator.
 
@@ -52,20 +52,20 @@ def backward(
     lse_BtH: Tensor,
     slices: Tensor,
     *,
-    scores: Scores,
+    scores: ScoreRules,
 ) -> Gradients:
     """Call the named kernel's ``backward`` through the operator."""
     options = _plain(slices, kernel, scores)
-    dq, dk, dv, dtable = torch.ops.longctx.attention_backward.default(
+    dq, dk, dv, dbias_table = torch.ops.longctx.attention_backward.default(
         dout_BtHV, q_BtHD, k_BsKD, v_BsKV, out_BtHV, lse_BtH, *options
     )
     # operators can only return tensors: an empty one stands for no gradient
     if scores.relative_bias is None:
-        dtable = None
-    return Gradients(dq, dk, dv, dtable)
+        dbias_table = None
+    return Gradients(dq, dk, dv, dbias_table)
 
 
-def _plain(slices: Tensor, kernel: str, scores: Scores) -> tuple:
+def _plain(slices: Tensor, kernel: str, scores: ScoreRules) -> tuple:
     """Flatten slices, kernel and scores into the operators' non-tensor arguments."""
     table_NH, max_distance, bidirectional = None, 0, False
     bias = scores.relative_bias
@@ -82,12 +82,12 @@ def _scores(
     table_NH: Tensor | None,
     max_distance: int,
     bidirectional: bool,
-) -> Scores:
+) -> ScoreRules:
     """Rebuild scores from the arguments made by ``_plain``, except slices and kernel."""
     bias = None
     if table_NH is not None:
         bias = RelativeBias(table_NH, max_distance, bidirectional)
-    return Scores(scale=scale, softcap=softcap, alibi_slopes_H=slopes_H, relative_bias=bias)
+    return ScoreRules(scale=scale, softcap=softcap, alibi_slopes_H=slopes_H, relative_bias=bias)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, kernel: str, *scores: Any) -> tuple[Tensor, Tensor]:
@@ -107,11 +107,11 @@ def _backward(
     *scores: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = KERNELS[kernel].backward(dout, q, k, v, out, lse, slices, scores=_scores(*scores)).widened()
-    dtable = q.new_empty(0)
-    if grads.dtable_NH is not None:
-        dtable = grads.dtable_NH.to(accumulate_dtype(q.dtype))
+    dbias_table = q.new_empty(0)
+    if grads.dbias_table_NH is not None:
+        dbias_table = grads.dbias_table_NH.to(accumulate_dtype(q.dtype))
     # contiguous and in these dtypes, as the fake implementation promises
-    return grads.dq_BtHD.contiguous(), grads.dk_BsKD.contiguous(), grads.dv_BsKV.contiguous(), dtable.contiguous()
+    return grads.dq_BtHD.contiguous(), grads.dk_BsKD.contiguous(), grads.dv_BsKV.contiguous(), dbias_table.contiguous()
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -122,10 +122,10 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.shape, dtype=accumulate_dtype(x.dtype)) for x in (q, k, v))
     table = rest[-3]
-    dtable = q.new_empty(0)
+    dbias_table = q.new_empty(0)
     if table is not None:
-        dtable = table.new_empty(table.shape, dtype=dq.dtype)
-    return dq, dk, dv, dtable
+        dbias_table = table.new_empty(table.shape, dtype=dq.dtype)
+    return dq, dk, dv, dbias_table
 
 
 for _name, _kernel_call, _fake in (

@@ -32,7 +32,7 @@ class AttentionSlice(NamedTuple):
     i and j are row indices into the kernel's input tensors (not offsets within the ranges); ``None`` leaves a side
     open. Causal attention within a document, with queries and keys in the same rows, is ``lo=0``; a full rectangle has
     no bounds. The two tokens are ``step·(i − j) + offset`` tokens apart in the document. Only scores that depend on
-    distance (``Scores.needs_distances``) read ``step`` and ``offset``.
+    distance (``Scores.needs_relative_positions``) read ``step`` and ``offset``.
     """
 
     q_start: int
@@ -101,7 +101,7 @@ def once_per_table(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Co
     known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     @wraps(function)
-    def remembered(table: Tensor, *args: P.args, **kwargs: P.kwargs) -> T:
+    def cached(table: Tensor, *args: P.args, **kwargs: P.kwargs) -> T:
         results: dict[Any, T] | None = known.get(table)
         if results is None:
             results = known[table] = {}
@@ -110,7 +110,7 @@ def once_per_table(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Co
             results[key] = function(table, *args, **kwargs)
         return results[key]
 
-    return remembered
+    return cached
 
 
 @once_per_table
@@ -127,7 +127,7 @@ def table_slices(table: Tensor) -> tuple[AttentionSlice, ...]:
     return tuple(slices)
 
 
-def shifted(table: Tensor, *, queries: int = 0, keys: int = 0) -> Tensor:
+def shift_table(table: Tensor, *, queries: int = 0, keys: int = 0) -> Tensor:
     """Return a new table with all query row indices shifted by ``queries`` and key row indices by ``keys``."""
     by = queries - keys  # the change in each i − j
     moved = table.numpy().copy()

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longctx.kernels.gated_delta.spans import Block
+from longctx.kernels.gated_delta.chunk_spans import ChunkBlock
 
 
-class Weights(NamedTuple):
+class GatedDeltaWeights(NamedTuple):
     """A layer's learned weights, heads first."""
 
     conv_KCR: Tensor
@@ -34,7 +34,7 @@ class Weights(NamedTuple):
 
 
 class StateSpaceWeights(NamedTuple):
-    """A Mamba-2 layer's learned weights, heads first: the fields of ``Weights``, and two more."""
+    """A Mamba-2 layer's learned weights, heads first: the fields of ``GatedDeltaWeights``, and two more."""
 
     conv_KCR: Tensor
     log_rate_KG: Tensor
@@ -45,14 +45,14 @@ class StateSpaceWeights(NamedTuple):
     """Weight of a token's own values in its output."""
 
 
-def weights_of(tensors: Sequence[Tensor]) -> Weights | StateSpaceWeights:
+def weights_of(tensors: Sequence[Tensor]) -> GatedDeltaWeights | StateSpaceWeights:
     """Build the kind of weights that has this many fields."""
     if len(tensors) == len(StateSpaceWeights._fields):
         return StateSpaceWeights._make(tensors)
-    return Weights._make(tensors)
+    return GatedDeltaWeights._make(tensors)
 
 
-class Tokens(NamedTuple):
+class ProjectedTokens(NamedTuple):
     """The layer's projections for each token."""
 
     q_BtKD: Tensor
@@ -70,25 +70,29 @@ class Tokens(NamedTuple):
         return torch.cat((self.q_BtKD[:, rows], self.k_BtKD[:, rows], self.v_BtKGV[:, rows].flatten(3)), -1)
 
 
-def activate(
-    before_BRKC: Tensor, tokens: Tokens, weights: Weights | StateSpaceWeights, block: Block, beta_scale: float
-) -> Tokens:
-    """Compute a block's queries, keys, values, g and β, in ``before_BRKC``'s dtype; differentiable.
+def conv_and_gates(
+    conv_state_BRKC: Tensor,
+    tokens: ProjectedTokens,
+    weights: GatedDeltaWeights | StateSpaceWeights,
+    block: ChunkBlock,
+    beta_scale: float,
+) -> ProjectedTokens:
+    """Compute a block's queries, keys, values, g and β, in ``conv_state_BRKC``'s dtype; differentiable.
 
-    ``before_BRKC`` holds channels for the tokens before the block, 0 past the document's start.
+    ``conv_state_BRKC`` holds channels for the tokens before the block, 0 past the document's start.
     """
-    dtype = before_BRKC.dtype
-    reach, D = before_BRKC.shape[1], tokens.q_BtKD.shape[-1]
+    dtype = conv_state_BRKC.dtype
+    lookback, D = conv_state_BRKC.shape[1], tokens.q_BtKD.shape[-1]
     t = tokens.q_BtKD.shape[1]
-    x = torch.cat((before_BRKC, tokens.channels(slice(None)).to(dtype)), 1)
+    x = torch.cat((conv_state_BRKC, tokens.channels(slice(None)).to(dtype)), 1)
     conv_KCR = weights.conv_KCR.to(dtype)
     # a sum over shifted copies keeps channels contiguous, as the matmuls require
-    y = x[:, reach:] * conv_KCR[..., reach]
-    for distance in range(1, reach + 1):
-        part = x[:, reach - distance : reach - distance + t] * conv_KCR[..., reach - distance]
+    y = x[:, lookback:] * conv_KCR[..., lookback]
+    for distance in range(1, lookback + 1):
+        part = x[:, lookback - distance : lookback - distance + t] * conv_KCR[..., lookback - distance]
         # the token at this distance may belong to another document
         if block.masks is not None:
-            part = part * block.masks.reach_tR[:, distance - 1, None, None]
+            part = part * block.masks.lookback_tR[:, distance - 1, None, None]
         y = y + part
     is_state_space = isinstance(weights, StateSpaceWeights)
     if is_state_space:
@@ -101,4 +105,4 @@ def activate(
         beta = functional.softplus(tokens.b_BtKG.to(dtype) + weights.rate_bias_KGX.to(dtype).squeeze(-1))
     else:
         beta = tokens.b_BtKG.to(dtype).sigmoid() * beta_scale
-    return Tokens(q, k, v.unflatten(-1, tokens.v_BtKGV.shape[3:]), decay, beta)
+    return ProjectedTokens(q, k, v.unflatten(-1, tokens.v_BtKGV.shape[3:]), decay, beta)

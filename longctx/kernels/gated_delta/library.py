@@ -22,9 +22,15 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional
 
 from longctx.kernels.devices import on_cpu
-from longctx.kernels.gated_delta.call import CHUNK, Call, Carried, InputGradients, Options
-from longctx.kernels.gated_delta.front import Tokens, Weights
-from longctx.kernels.linear_attention import Segments
+from longctx.kernels.gated_delta.front import GatedDeltaWeights, ProjectedTokens
+from longctx.kernels.gated_delta.gated_delta_call import (
+    CHUNK,
+    GatedDeltaCall,
+    GatedDeltaOptions,
+    InitialStates,
+    InputGradients,
+)
+from longctx.kernels.linear_attention import StateSegments
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +43,7 @@ _FUNCTIONS = {False: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), Tru
 """Keyed by whether decays differ by channel."""
 
 
-class Rule(Protocol):
+class GatedDeltaKernel(Protocol):
     """A library's gated delta rule, differentiable in all tensors."""
 
     def __call__(
@@ -60,7 +66,7 @@ class Rule(Protocol):
         ...
 
 
-def library_for(tokens: Tokens, options: Options) -> Rule | None:
+def library_for(tokens: ProjectedTokens, options: GatedDeltaOptions) -> GatedDeltaKernel | None:
     """Return the installed library's function if it supports these tokens; otherwise our own passes run."""
     q, a = tokens.q_BtKD, tokens.a_BtKGX
     # shorter chunks are for generation, and traces have no data
@@ -72,7 +78,7 @@ def library_for(tokens: Tokens, options: Options) -> Rule | None:
 
 
 @cache
-def installed(*, by_channel: bool) -> Rule | None:
+def installed(*, by_channel: bool) -> GatedDeltaKernel | None:
     """Return the library's function if it is installed."""
     module, name = _FUNCTIONS[by_channel]
     try:
@@ -99,88 +105,94 @@ def installed(*, by_channel: bool) -> Rule | None:
 # other devices need the gradient Rᵀ·dout at S, again before any data arrives. Only segments with an incoming state need
 # the extra columns.
 def gated_delta_by(
-    library: Rule, tokens: Tokens, weights: Weights, options: Options, carried: Carried | None = None
+    library: GatedDeltaKernel,
+    tokens: ProjectedTokens,
+    weights: GatedDeltaWeights,
+    options: GatedDeltaOptions,
+    initial_states: InitialStates | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``rule.gated_delta`` with a library's kernels."""
     segments, exchange, saved = options.segments, options.exchange, options.saved
-    taken, before = carried or (None, None)
+    received, conv_state = initial_states or (None, None)
     if exchange is not None and saved is not None:
         # a recomputed layer reuses the tensors received in its first run
-        taken, before = saved.load() or (None, None)
-    *activated, before = _Front.apply(options, before, *(tokens + weights))
-    sequences = _Sequences(library, Tokens._make(activated), segments)
+        received, conv_state = saved.load() or (None, None)
+    *activated, conv_state = _Front.apply(options, conv_state, *(tokens + weights))
+    sequences = _Sequences(library, ProjectedTokens._make(activated), segments)
     if exchange is None:
-        out, behind = sequences(sequences.every, taken)
-        return out, sequences.given(behind)
+        out, final_states = sequences(sequences.every, received)
+        return out, sequences.sent_states(final_states)
     # final for segments without incoming state; the others assume an incoming state of 0
-    alone = [n for n in sequences.every if n not in segments.takes]
-    out, behind = sequences(alone)
-    wide, behind_wide = sequences(segments.takes, with_maps=True)
+    alone = [n for n in sequences.every if n not in segments.received]
+    out, final_states = sequences(alone)
+    out_with_maps, final_states_with_maps = sequences(segments.received, with_maps=True)
     V = out.shape[-1]
-    outs = sequences.split(out, alone) | sequences.split(wide[..., :V], segments.takes)
+    outs = sequences.split(out, alone) | sequences.split(out_with_maps[..., :V], segments.received)
     out = torch.cat([outs[n] for n in sequences.every], 1)
-    maps = {n: functional.pad(x, (0, wide.shape[-1] - V)) for n, x in behind.items()}
-    given = sequences.given(maps | behind_wide, wide.shape[-1])
-    out, taken = _Join.apply(options, taken, out, wide[..., V:], given)
+    maps = {n: functional.pad(x, (0, out_with_maps.shape[-1] - V)) for n, x in final_states.items()}
+    sent = sequences.sent_states(maps | final_states_with_maps, out_with_maps.shape[-1])
+    out, received = _Join.apply(options, received, out, out_with_maps[..., V:], sent)
     if saved is not None:
-        saved.save(taken, before)
-    return out, given.detach()[..., :V]
+        saved.save(received, conv_state)
+    return out, sent.detach()[..., :V]
 
 
 class _Front(torch.autograd.Function):
     """Convolution and gates for all tokens, blockwise; backward recomputes them.
 
-    Returns the fields of ``Tokens``, with g and β in float32 and the others in their own dtype, and the channels before
-    segments that take a state.
+    Returns the fields of ``ProjectedTokens``, with g and β in float32 and the others in their own dtype, and the
+    channels before segments that take a state.
     """
 
     @staticmethod
-    def forward(ctx: Any, options: Options, before: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.options, ctx.carried_dtype = options, None if before is None else before.dtype
+    def forward(
+        ctx: Any, options: GatedDeltaOptions, conv_state: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.options, ctx.initial_dtype = options, None if conv_state is None else conv_state.dtype
         call = _call_of(tensors, options)
-        if before is not None:
-            before = before.to(call.dtype)
+        if conv_state is not None:
+            conv_state = conv_state.to(call.dtype)
         elif options.exchange is not None:
-            before = options.exchange.rows(call.tails())()
+            conv_state = options.exchange.rows(call.tails())()
         else:
-            before = call.zero_rows(len(options.segments.takes))
-        out = Tokens._make(
+            conv_state = call.zero_rows(len(options.segments.received))
+        out = ProjectedTokens._make(
             torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
             for x, dtype in zip(call.tokens, _dtypes(call), strict=True)
         )
         for span in call.spans:
             for block in span.blocks:
-                found = call.activated(block, None if span.takes is None else before[span.takes])
+                found = call.activated(block, None if span.received_index is None else conv_state[span.received_index])
                 for whole, part in zip(out, found, strict=True):
                     whole[:, block.rows] = part
-        ctx.save_for_backward(before, *tensors)
-        before = before.detach()
-        ctx.mark_non_differentiable(before)
-        return *out, before
+        ctx.save_for_backward(conv_state, *tensors)
+        conv_state = conv_state.detach()
+        ctx.mark_non_differentiable(conv_state)
+        return *out, conv_state
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        before, *tensors = ctx.saved_tensors
+        conv_state, *tensors = ctx.saved_tensors
         call = _call_of(tensors, ctx.options)
-        inputs = InputGradients(call, before)
+        inputs = InputGradients(call, conv_state)
         for span in call.spans:
             for block in span.blocks:
-                part = inputs.activate(span, block)
+                part = inputs.recompute_block(span, block)
                 inputs.add(part, part.activated, [x[:, block.rows].to(call.dtype) for x in gradients[:-1]])
-        dbefore = None
+        grad_conv_state = None
         if ctx.options.exchange is not None:
-            inputs.add_tails(ctx.options.exchange.rows_back(inputs.dbefore)())
-        elif ctx.carried_dtype is not None:
-            dbefore = inputs.dbefore.to(ctx.carried_dtype)
-        return None, dbefore, *inputs.results()
+            inputs.add_tail(ctx.options.exchange.rows_back(inputs.grad_conv_state)())
+        elif ctx.initial_dtype is not None:
+            grad_conv_state = inputs.grad_conv_state.to(ctx.initial_dtype)
+        return None, grad_conv_state, *inputs.results()
 
 
-def _call_of(tensors: Sequence[Tensor], options: Options) -> Call:
-    """Build the call from fields of ``Tokens`` and ``Weights``, with larger blocks."""
-    return Call.of(tensors, replace(options, block_chunks=FRONT_CHUNKS))
+def _call_of(tensors: Sequence[Tensor], options: GatedDeltaOptions) -> GatedDeltaCall:
+    """Build the call from fields of ``ProjectedTokens`` and ``GatedDeltaWeights``, with larger blocks."""
+    return GatedDeltaCall.of(tensors, replace(options, block_chunks=FRONT_CHUNKS))
 
 
-def _dtypes(call: Call) -> tuple[torch.dtype, ...]:
+def _dtypes(call: GatedDeltaCall) -> tuple[torch.dtype, ...]:
     """Return the dtypes for activated tokens: channels keep theirs, gates use the compute dtype."""
     own = call.tokens.v_BtKGV.dtype
     return own, own, own, call.dtype, call.dtype
@@ -196,9 +208,9 @@ def _boundaries(ends: tuple[int, ...], device: torch.device) -> Tensor:
 class _Sequences:
     """Segments as sequences laid end to end."""
 
-    def __init__(self, library: Rule, tokens: Tokens, segments: Segments) -> None:
+    def __init__(self, library: GatedDeltaKernel, tokens: ProjectedTokens, segments: StateSegments) -> None:
         """Lay out the activated ``tokens`` as a library takes them."""
-        self.library, self.segments, self._gives = library, segments, set(segments.gives)
+        self.library, self.segments, self._sent = library, segments, set(segments.sent)
         bounds = segments.documents.bounds
         # libraries index sequences by their first chunks, and an empty sequence has no chunk
         self.every = [n for n, (start, stop) in enumerate(pairwise(bounds)) if start < stop]
@@ -209,11 +221,11 @@ class _Sequences:
         self.tokens = (q, k, v.flatten(2, 3), g.flatten(2, 3), beta.flatten(2, 3))
 
     def __call__(
-        self, numbers: Sequence[int], taken_sBHDV: Tensor | None = None, *, with_maps: bool = False
+        self, numbers: Sequence[int], received_sBHDV: Tensor | None = None, *, with_maps: bool = False
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the segments' outputs [B, t, H, W], and the outgoing states [B, H, D, W] for segments that give one.
 
-        ``taken_sBHDV`` are the incoming states for ``segments.takes``. With ``with_maps``, R and M follow O and U.
+        ``received_sBHDV`` are the incoming states for ``segments.takes``. With ``with_maps``, R and M follow O and U.
         """
         q, k, v, g, beta = (self._pick(x, numbers) for x in self.tokens)
         (B, t, H, V), D = v.shape, q.shape[-1]
@@ -222,33 +234,33 @@ class _Sequences:
             v = functional.pad(v, (0, D))
             identity = torch.eye(D, dtype=g.dtype, device=g.device)
             states = functional.pad(identity, (V, 0)).expand(n, B, H, D, V + D)
-        elif taken_sBHDV is not None:
-            zero = taken_sBHDV.new_zeros(B, H, D, V)
-            entering = dict(zip(self.segments.takes, taken_sBHDV, strict=True))
-            states = torch.stack([entering.get(number, zero) for number in numbers])
+        elif received_sBHDV is not None:
+            zero = received_sBHDV.new_zeros(B, H, D, V)
+            incoming = dict(zip(self.segments.received, received_sBHDV, strict=True))
+            states = torch.stack([incoming.get(number, zero) for number in numbers])
         if not n:
             return v, {}
         sizes = [self._size(number) for number in numbers]
         ends = tuple(accumulate(sizes * B, initial=0))
         # Libraries take variable-length sequences as one row, so batch rows are concatenated.
         row = [x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta)]
-        out, behind = self.library(
+        out, final_states = self.library(
             *row,
             initial_state=None if states is None else states.to(g.dtype).transpose(0, 1).flatten(0, 1).contiguous(),
-            output_final_state=not self._gives.isdisjoint(numbers),
+            output_final_state=not self._sent.isdisjoint(numbers),
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=_boundaries(ends, q.device),
         )
         states_of = {}
-        if behind is not None:
-            by_segment = zip(numbers, behind.unflatten(0, (B, n)).unbind(1), strict=True)
-            states_of = {number: x for number, x in by_segment if number in self._gives}
+        if final_states is not None:
+            by_segment = zip(numbers, final_states.unflatten(0, (B, n)).unbind(1), strict=True)
+            states_of = {number: x for number, x in by_segment if number in self._sent}
         return out.reshape(B, t, H, -1), states_of
 
-    def given(self, states: Mapping[int, Tensor], columns: int | None = None) -> Tensor:
+    def sent_states(self, states: Mapping[int, Tensor], columns: int | None = None) -> Tensor:
         """Stack the outgoing states [s, B, H, D, W] by segment; W is ``columns``, by default V."""
-        if self.segments.gives:
-            return torch.stack([states[number] for number in self.segments.gives])
+        if self.segments.sent:
+            return torch.stack([states[number] for number in self.segments.sent])
         q, _, v, g, _ = self.tokens
         return g.new_zeros(0, v.shape[0], v.shape[2], q.shape[-1], columns or v.shape[-1])
 
@@ -273,47 +285,52 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        options: Options,
-        taken_sBHDV: Tensor | None,
+        options: GatedDeltaOptions,
+        received_sBHDV: Tensor | None,
         own_BtHV: Tensor,
         reads_BtHD: Tensor,
         pairs_sBHDW: Tensor,
     ) -> tuple[Tensor, Tensor]:
         assert options.exchange is not None
         ctx.options = options
-        if taken_sBHDV is None:
-            taken_sBHDV = options.exchange.states(pairs_sBHDW)()
-        taken_sBHDV = taken_sBHDV.detach()
+        if received_sBHDV is None:
+            received_sBHDV = options.exchange.states(pairs_sBHDW)()
+        received_sBHDV = received_sBHDV.detach()
         out, at = own_BtHV.clone(), 0
-        for state, segment in zip(taken_sBHDV, options.segments.takes, strict=True):
+        for state, segment in zip(received_sBHDV, options.segments.received, strict=True):
             rows = options.segments.rows(segment)
             reads = reads_BtHD[:, at : (at := at + rows.stop - rows.start)].to(state.dtype)
             out[:, rows] += torch.einsum("bthd,bhdv->bthv", reads, state).to(out.dtype)
-        ctx.save_for_backward(taken_sBHDV, reads_BtHD, pairs_sBHDW[..., own_BtHV.shape[-1] :])
-        ctx.mark_non_differentiable(taken_sBHDV)
-        return out, taken_sBHDV
+        ctx.save_for_backward(received_sBHDV, reads_BtHD, pairs_sBHDW[..., own_BtHV.shape[-1] :])
+        ctx.mark_non_differentiable(received_sBHDV)
+        return out, received_sBHDV
 
     @staticmethod
     def backward(ctx: Any, dout_BtHV: Tensor, _: Tensor):  # type: ignore[override]
-        taken_sBHDV, reads_BtHD, maps_sBHDD = ctx.saved_tensors
-        options: Options = ctx.options
+        received_sBHDV, reads_BtHD, maps_sBHDD = ctx.saved_tensors
+        options: GatedDeltaOptions = ctx.options
         assert options.exchange is not None
-        takes, gives = options.segments.takes, options.segments.gives
+        received_segments, sent_segments = options.segments.received, options.segments.sent
         # As for the states: the gradient at a segment's incoming state is affine in that at its outgoing state. So send
         # the result for gradient 0 at once, with transposed maps for segments that states pass through.
         dreads, at = torch.empty_like(reads_BtHD), 0
-        dtaken, back_maps = torch.zeros_like(taken_sBHDV), maps_sBHDD.new_zeros(len(takes), *maps_sBHDD.shape[1:])
-        for n, (state, segment) in enumerate(zip(taken_sBHDV, takes, strict=True)):
+        grad_received, back_maps = (
+            torch.zeros_like(received_sBHDV),
+            maps_sBHDD.new_zeros(len(received_segments), *maps_sBHDD.shape[1:]),
+        )
+        for n, (state, segment) in enumerate(zip(received_sBHDV, received_segments, strict=True)):
             rows = options.segments.rows(segment)
             own = slice(at, at := at + rows.stop - rows.start)
             dout = dout_BtHV[:, rows].to(state.dtype)
-            dtaken[n] = torch.einsum("bthd,bthv->bhdv", reads_BtHD[:, own].to(state.dtype), dout)
+            grad_received[n] = torch.einsum("bthd,bthv->bhdv", reads_BtHD[:, own].to(state.dtype), dout)
             dreads[:, own] = torch.einsum("bthv,bhdv->bthd", dout, state)
-            if segment in gives:
-                back_maps[n] = maps_sBHDD[gives.index(segment)].mT
-        dgiven = options.exchange.states_back(torch.cat((dtaken, back_maps), -1))()
-        dpairs = functional.pad(dgiven, (0, maps_sBHDD.shape[-1]))
-        for n, segment in enumerate(gives):
-            if segment in takes:
-                dpairs[n, ..., dgiven.shape[-1] :] = dgiven[n] @ taken_sBHDV[takes.index(segment)].mT
+            if segment in sent_segments:
+                back_maps[n] = maps_sBHDD[sent_segments.index(segment)].mT
+        grad_sent = options.exchange.states_back(torch.cat((grad_received, back_maps), -1))()
+        dpairs = functional.pad(grad_sent, (0, maps_sBHDD.shape[-1]))
+        for n, segment in enumerate(sent_segments):
+            if segment in received_segments:
+                dpairs[n, ..., grad_sent.shape[-1] :] = (
+                    grad_sent[n] @ received_sBHDV[received_segments.index(segment)].mT
+                )
         return None, None, dout_BtHV, dreads, dpairs

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.cache import KVCache, LayerCache, TokenChunk
+from longctx.kernels.attention.kernel_interface import ScoreRules
+from longctx.model.attention.kv_cache import KVCache, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
 
@@ -37,19 +37,19 @@ class AttentionShapes:
     scale: float
     softcap: float | None = None
     rules: tuple[str, ...] = ()
-    """``Scores.rules``."""
+    """``ScoreRules.rules``."""
     beta_scale: float = 1.0
     """Factor on the token's write to the state (gated delta rule)."""
     cached_tokens: int | None = None
     """Tokens that a cache already holds keys for; None without a cache."""
-    later_tokens: int = 0
-    """``TokenChunk.later_tokens``: a cache reserves room for all of them at once."""
+    remaining_tokens: int = 0
+    """``TokenChunk.remaining_tokens``: a cache reserves room for all of them at once."""
     values_in_keys: bool = False
     """True if values are the first ``value_dim`` channels of the keys, so that a cache stores them once."""
 
     @classmethod
     def of(
-        cls, q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor, scores: Scores, cached_tokens: int | None = None
+        cls, q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor, scores: ScoreRules, cached_tokens: int | None = None
     ) -> AttentionShapes:
         """Build the shapes from tensors."""
         batch, tokens, num_heads, head_dim = q_BtHD.shape
@@ -118,7 +118,7 @@ class PassCore(Protocol):
         *,
         plan: Any,
         cache: Any = None,
-        scores: Scores | None = None,
+        scores: ScoreRules | None = None,
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
@@ -143,11 +143,11 @@ class AttentionCore(PassCore):
         """Return a factory for empty caches; at most ``most`` are in use at a time and may share memory."""
         return self.new_cache
 
-    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> Plan:
+    def plan_sequences(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> Plan:
         """Plan chunks from several sequences; ``mask`` and ``shapes`` describe all tokens as one row."""
-        return plan_alone(self, mask, shapes, chunks)
+        return plan_separately(self, mask, shapes, chunks)
 
-    def attend_each(
+    def forward_sequences(
         self,
         q_BtHD: Tensor,
         k_BtKD: Tensor,
@@ -155,18 +155,18 @@ class AttentionCore(PassCore):
         *,
         plan: Any,
         caches: Sequence[LayerCache],
-        scores: Scores | None = None,
+        scores: ScoreRules | None = None,
         weights: Sequence[Tensor] = (),
     ) -> Tensor:
         """Compute output [1, t, H, V] for tokens from several sequences, by the plan for all and each one's cache.
 
         Each sequence's output equals that of a separate call, except for rounding. There is no backward.
         """
-        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches, scores, weights)
+        return forward_separately(self, q_BtHD, k_BtKD, v_BtKV, plan, caches, scores, weights)
 
 
 @dataclass(frozen=True, eq=False)
-class EachAlone:
+class SeparatePlans:
     """Plans for sequences that are computed one at a time."""
 
     sequences: tuple[int, ...]
@@ -176,7 +176,7 @@ class EachAlone:
     plans: tuple[Any, ...]
 
 
-def plan_alone(
+def plan_separately(
     core: PassCore,
     mask: AttentionMask,
     shapes: AttentionShapes,
@@ -184,7 +184,7 @@ def plan_alone(
     sequences: Sequence[int] | None = None,
     *,
     has_placement: bool = True,
-) -> EachAlone:
+) -> SeparatePlans:
     """Plan each of these sequences (default: all) separately; equal sequences share one plan.
 
     Without ``has_placement`` the core plans from token counts only.
@@ -199,12 +199,14 @@ def plan_alone(
         if has_placement:
             placement = chunk.placement
         # Sequences in a batch mostly have equal lengths, and a plan may cost an exchange between processes.
-        place = chunk.start, chunk.num_given, chunk.later_tokens, placement
+        place = chunk.start, chunk.num_given, chunk.remaining_tokens, placement
         if place not in known:
-            of_one = replace(shapes, tokens=chunk.num_given, cached_tokens=chunk.start, later_tokens=chunk.later_tokens)
+            of_one = replace(
+                shapes, tokens=chunk.num_given, cached_tokens=chunk.start, remaining_tokens=chunk.remaining_tokens
+            )
             known[place] = core.plan(mask, of_one, placement)
         plans.append(known[place])
-    return EachAlone(tuple(sequences), tuple(tokens[sequence] for sequence in sequences), tuple(plans))
+    return SeparatePlans(tuple(sequences), tuple(tokens[sequence] for sequence in sequences), tuple(plans))
 
 
 def tokens_of(chunks: Sequence[TokenChunk]) -> list[slice]:
@@ -216,14 +218,14 @@ def tokens_of(chunks: Sequence[TokenChunk]) -> list[slice]:
     return found
 
 
-def attend_alone(
+def forward_separately(
     core: PassCore,
     q_BtHD: Tensor,
     k_BtKD: Tensor,
     v_BtKV: Tensor,
-    plan: EachAlone,
+    plan: SeparatePlans,
     caches: Sequence[LayerCache],
-    scores: Scores | None = None,
+    scores: ScoreRules | None = None,
     weights: Sequence[Tensor] = (),
 ) -> Tensor:
     """Call a core for the plan's sequences one after another; return the output [1, n, H, V]."""
@@ -262,11 +264,11 @@ def append_rows(
     v_BtKV: Tensor,
     shapes: AttentionShapes,
     *,
-    earlier_rows: int | None,
-    later_rows: int,
+    visible_rows: int | None,
+    reserved_rows: int,
 ) -> tuple[Tensor, Tensor]:
     """Store new keys and values; return all stored rows that queries see (``LayerCache.append``)."""
-    rows = {"earlier_rows": earlier_rows, "later_rows": later_rows}
+    rows = {"visible_rows": visible_rows, "reserved_rows": reserved_rows}
     if not shapes.values_in_keys:
         keys, values = cache.append(k_BtKD, v_BtKV, **rows)
         assert values is not None
@@ -275,14 +277,14 @@ def append_rows(
     return keys, keys[..., : shapes.value_dim]
 
 
-def later_stored(mask: AttentionMask, shapes: AttentionShapes) -> int:
+def num_reserved_rows(mask: AttentionMask, shapes: AttentionShapes) -> int:
     """Return how many later tokens will be stored in addition to the present ones: 0 if old rows make room for new."""
     if not sees_all(mask):
         return 0
-    return shapes.later_tokens
+    return shapes.remaining_tokens
 
 
-def earlier_seen(mask: AttentionMask, shapes: AttentionShapes) -> int:
+def num_visible_rows(mask: AttentionMask, shapes: AttentionShapes) -> int:
     """Return how many cached tokens, counted from the newest, are visible to some query in a chunk."""
     assert shapes.cached_tokens is not None, "no cache"
     if mask.window is None or sees_all(mask):

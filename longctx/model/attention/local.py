@@ -13,30 +13,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.kernels.attention import ops
-from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
-from longctx.kernels.attention.select import KERNELS, choose_kernel
+from longctx.kernels.attention.kernel_interface import KernelRequest, ScoreRules
+from longctx.kernels.attention.kernel_selection import KERNELS, choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import as_dtype
-from longctx.kernels.processor import Products
-from longctx.model.attention.cache import KVCache, LayerCache, TokenChunk
+from longctx.kernels.processor import MatmulMode
+from longctx.model.attention.attention_work import EVERY_ROW, Work, backward_work, forward_work
 from longctx.model.attention.core import (
     AttentionCore,
     AttentionShapes,
     append_rows,
-    attend_alone,
     check_no_gradient,
-    earlier_seen,
-    later_stored,
+    forward_separately,
+    num_reserved_rows,
+    num_visible_rows,
     sinks_of,
 )
+from longctx.model.attention.kv_cache import KVCache, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.sequence_plans import BatchPlan, SequencesPlan, SlotPlan
 from longctx.model.attention.slots import SlotPool
-from longctx.model.attention.strided import Piece, continuation, strided_ahead, strided_work, whole_documents
-from longctx.model.attention.together import Alike, SequencesPlan, Together
-from longctx.model.attention.work import EVERY_ROW, Work, attend_work, attend_work_backward
+from longctx.model.attention.strided import StridedPiece, continuation, mirrored_work, strided_work, whole_documents
 from longctx.model.recompute import RecomputeCache
 
 
@@ -49,9 +49,9 @@ class LocalPlan:
     """Name of the chosen kernel."""
     work: tuple[Work, ...]
     """The mask's bands over all rows, then the stride's extra work."""
-    earlier_rows: int | None = None
+    visible_rows: int | None = None
     """Cached rows that some query sees; None for all."""
-    later_rows: int = 0
+    reserved_rows: int = 0
     """Rows to reserve for later tokens."""
     newest: CpuFlashKernel | None = None
     """Kernel for a single token that sees every cached row; ``work`` is then empty."""
@@ -60,10 +60,10 @@ class LocalPlan:
 class LocalAttention(AttentionCore):
     """Core for one process, which holds every key: documents become the kernel's slices."""
 
-    def __init__(self, kernel: str = "auto", *, products: Products | None = None) -> None:
-        """Set the kernel and the bfloat16 matmul on a CPU; ``products=None`` selects this CPU's faster way."""
+    def __init__(self, kernel: str = "auto", *, matmul_mode: MatmulMode | None = None) -> None:
+        """Set the kernel and the bfloat16 matmul on a CPU; ``matmul_mode=None`` selects this CPU's faster way."""
         self.kernel = kernel
-        self.products: Products | None = products
+        self.matmul_mode: MatmulMode | None = matmul_mode
 
     def new_caches(self, most: int) -> Callable[[], KVCache]:
         """Return a factory for this process's empty caches; short sequences share one slot pool."""
@@ -79,22 +79,24 @@ class LocalAttention(AttentionCore):
         Raise ValueError if the tokens do not match the mask, ConfigError if no kernel supports the request.
         """
         chosen = choose_kernel(self.kernel, self._request(mask, shapes))
-        kernel, earlier_rows = chosen.name, None
+        kernel, visible_rows = chosen.name, None
         # A generated token's plan needs no slices: it sees every row that the cache keeps.
         if isinstance(chosen, CpuFlashKernel) and _is_newest(mask, shapes):
-            return LocalPlan(shapes, kernel, (), earlier_seen(mask, shapes), later_stored(mask, shapes), chosen)
+            return LocalPlan(
+                shapes, kernel, (), num_visible_rows(mask, shapes), num_reserved_rows(mask, shapes), chosen
+            )
         # Without a cache each document is a band over its own rows; with one, new tokens meet the visible stored keys.
         if shapes.cached_tokens is None:
             shapes.check_whole(mask.documents)
             slices = document_slices(mask)
-            strided = strided_beyond(mask, whole_documents(mask.documents.bounds))
+            strided = strided_entries(mask, whole_documents(mask.documents.bounds))
         else:
-            earlier_rows = earlier_seen(mask, shapes)
-            num_keys = earlier_rows + shapes.tokens
+            visible_rows = num_visible_rows(mask, shapes)
+            num_keys = visible_rows + shapes.tokens
             slices = continuation_slices(mask, shapes.tokens, num_keys)
-            strided = strided_beyond(mask, continuation(shapes.tokens, num_keys))
+            strided = strided_entries(mask, continuation(shapes.tokens, num_keys))
         work = (Work(EVERY_ROW, EVERY_ROW, slice_table(slices)), *strided)
-        return LocalPlan(shapes, kernel, work, earlier_rows, later_stored(mask, shapes))
+        return LocalPlan(shapes, kernel, work, visible_rows, num_reserved_rows(mask, shapes))
 
     def __call__(
         self,
@@ -104,7 +106,7 @@ class LocalAttention(AttentionCore):
         *,
         plan: LocalPlan,
         cache: LayerCache | None = None,
-        scores: Scores | None = None,
+        scores: ScoreRules | None = None,
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
@@ -112,23 +114,25 @@ class LocalAttention(AttentionCore):
         sinks_H = sinks_of(weights)
         plan.shapes.check_call(q_BtHD, sinks_H)
         if scores is None:
-            scores = Scores(scale=D**-0.5)
+            scores = ScoreRules(scale=D**-0.5)
         if cache is not None:
             k_BtKD, v_BtKV = append_rows(
-                cache, k_BtKD, v_BtKV, plan.shapes, earlier_rows=plan.earlier_rows, later_rows=plan.later_rows
+                cache, k_BtKD, v_BtKV, plan.shapes, visible_rows=plan.visible_rows, reserved_rows=plan.reserved_rows
             )
             if plan.newest is not None:
                 # Skip slices and tiles: the code around the kernel takes longer than a generated token's attention.
                 out = plan.newest.forward_newest(q_BtHD, k_BtKD, v_BtKV, None, scores=scores, sinks_H=sinks_H)
                 return as_dtype(out, q_BtHD.dtype)
             if not torch.is_grad_enabled():
-                return _attend(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, _eager(plan.kernel, q_BtHD), scores)[0]
+                return _forward_with_sinks(
+                    q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, _eager(plan.kernel, q_BtHD), scores
+                )[0]
         else:
             # Slices index the flattened tokens, so rows are laid end to end.
             q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, -1, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
         if not torch.is_grad_enabled() and recompute_cache is None:
             forward = partial(ops.forward, plan.kernel)
-            out, _ = _attend(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, forward, scores)
+            out, _ = _forward_with_sinks(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, forward, scores)
             return out.view(B, T, H, v_BtKV.shape[3])
         # Autograd sees a tensor only if it is an argument, so the table is passed in addition to the scores.
         bias_table = None
@@ -139,15 +143,17 @@ class LocalAttention(AttentionCore):
         )
         return out.view(B, T, H, v_BtKV.shape[3])
 
-    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> SequencesPlan:
+    def plan_sequences(
+        self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]
+    ) -> SequencesPlan:
         """Plan sequences in slots as one call if they see all keys and the kernel can; plan the others separately."""
-        kernel, together = choose_kernel(self.kernel, self._request(mask, shapes)), None
+        kernel, slot_plan = choose_kernel(self.kernel, self._request(mask, shapes)), None
         sees_all = mask.window is None and not mask.stride and not shapes.rules
         if sees_all and isinstance(kernel, CpuFlashKernel):
-            together = Together.build(kernel, shapes, chunks)
-        return SequencesPlan.build(self, mask, shapes, chunks, together)
+            slot_plan = SlotPlan.build(kernel, shapes, chunks)
+        return SequencesPlan.build(self, mask, shapes, chunks, slot_plan)
 
-    def attend_each(
+    def forward_sequences(
         self,
         q_BtHD: Tensor,
         k_BtKD: Tensor,
@@ -155,40 +161,42 @@ class LocalAttention(AttentionCore):
         *,
         plan: SequencesPlan,
         caches: Sequence[Any],
-        scores: Scores | None = None,
+        scores: ScoreRules | None = None,
         weights: Sequence[Tensor] = (),
     ) -> Tensor:
         """Compute output [1, t, H, V], each token attending to its own cache."""
         check_no_gradient(q_BtHD)
         sinks_H = sinks_of(weights)
         if scores is None:
-            scores = Scores(scale=q_BtHD.shape[-1] ** -0.5)
-        if plan.alike is not None:
-            return self._attend_alike(q_BtHD, k_BtKD, v_BtKV, plan.alike, caches, scores, sinks_H)
+            scores = ScoreRules(scale=q_BtHD.shape[-1] ** -0.5)
+        if plan.batch_plan is not None:
+            return self._forward_batch(q_BtHD, k_BtKD, v_BtKV, plan.batch_plan, caches, scores, sinks_H)
         outs = []
-        if plan.together is not None:
-            outs.append(plan.together.attend(q_BtHD, k_BtKD, v_BtKV, caches, scores, sinks_H))
-        if plan.alone is not None:
-            outs.append(attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan.alone, caches, scores, weights))
+        if plan.slot_plan is not None:
+            outs.append(plan.slot_plan.forward(q_BtHD, k_BtKD, v_BtKV, caches, scores, sinks_H))
+        if plan.separate_plans is not None:
+            outs.append(forward_separately(self, q_BtHD, k_BtKD, v_BtKV, plan.separate_plans, caches, scores, weights))
         return plan.in_order(outs)
 
-    def _attend_alike(
+    def _forward_batch(
         self,
         q_BtHD: Tensor,
         k_BtKD: Tensor,
         v_BtKV: Tensor,
-        alike: Alike,
+        batch_plan: BatchPlan,
         caches: Sequence[Any],
-        scores: Scores,
+        scores: ScoreRules,
         sinks_H: Tensor | None,
     ) -> Tensor:
         """Compute output [1, t, H, V] for the first tokens of equally long sequences, in one call."""
-        plan: LocalPlan = alike.of_batch
-        q, k, v = alike.rows(q_BtHD), alike.rows(k_BtKD), alike.rows(v_BtKV)
+        plan: LocalPlan = batch_plan.core_plan
+        q, k, v = batch_plan.rows(q_BtHD), batch_plan.rows(k_BtKD), batch_plan.rows(v_BtKV)
         for n, cache in enumerate(caches):
             own = slice(n, n + 1)
-            append_rows(cache, k[own], v[own], plan.shapes, earlier_rows=plan.earlier_rows, later_rows=plan.later_rows)
-        out, _ = _attend(q, k, v, sinks_H, plan.work, _eager(plan.kernel, q), scores)
+            append_rows(
+                cache, k[own], v[own], plan.shapes, visible_rows=plan.visible_rows, reserved_rows=plan.reserved_rows
+            )
+        out, _ = _forward_with_sinks(q, k, v, sinks_H, plan.work, _eager(plan.kernel, q), scores)
         return out.flatten(0, 1).unsqueeze(0)
 
     def _request(self, mask: AttentionMask, shapes: AttentionShapes) -> KernelRequest:
@@ -201,15 +209,15 @@ class LocalAttention(AttentionCore):
             shapes.value_dim,
             window=mask.window is not None,
             rules=shapes.rules,
-            products=self.products,
+            matmul_mode=self.matmul_mode,
         )
 
 
 def document_slices(mask: AttentionMask) -> tuple[AttentionSlice, ...]:
     """Build slices for every non-empty document in a mask; this process holds the full sequence."""
     if mask.key_documents is not None:
-        sides = zip(pairwise(mask.documents.bounds), pairwise(mask.key_documents.bounds), strict=True)
-        return tuple(AttentionSlice(a, b, c, d) for (a, b), (c, d) in sides if a < b and c < d)
+        document_spans = zip(pairwise(mask.documents.bounds), pairwise(mask.key_documents.bounds), strict=True)
+        return tuple(AttentionSlice(a, b, c, d) for (a, b), (c, d) in document_spans if a < b and c < d)
     return tuple(part for a, b in pairwise(mask.documents.bounds) for part in _visible(a, b, mask))
 
 
@@ -220,7 +228,7 @@ def continuation_slices(mask: AttentionMask, num_queries: int, num_keys: int) ->
     return tuple(p.shifted(queries=-before) for p in newest if p.q_start < p.q_stop)
 
 
-def strided_beyond(mask: AttentionMask, pieces: list[Piece]) -> list[Work]:
+def strided_entries(mask: AttentionMask, pieces: list[StridedPiece]) -> list[Work]:
     """Build the stride's work beyond these pieces' windows, on each side that queries see."""
     if not mask.stride or mask.window is None:
         return []
@@ -229,7 +237,7 @@ def strided_beyond(mask: AttentionMask, pieces: list[Piece]) -> list[Work]:
         return []
     if mask.causal:
         return [before]
-    return [before, strided_ahead(before)]
+    return [before, mirrored_work(before)]
 
 
 def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[AttentionSlice]:
@@ -270,17 +278,17 @@ def _eager(kernel: str, q_BtHD: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
     return partial(ops.forward, kernel)
 
 
-def _attend(
+def _forward_with_sinks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
     work: tuple[Work, ...],
     forward: Callable[..., tuple[Tensor, Tensor]],
-    scores: Scores,
+    scores: ScoreRules,
 ) -> tuple[Tensor, Tensor]:
     """Return the output in q's dtype, and the log-sum-exp including the sinks."""
-    out, lse = attend_work(q, k, v, work, partial(forward, scores=scores))
+    out, lse = forward_work(q, k, v, work, partial(forward, scores=scores))
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
     # Not ``to``, which would alias the result: PyTorch 2.11's compiler then loses its gradient (180642).
@@ -300,7 +308,7 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         work: tuple[Work, ...],
         kernel: str,
-        scores: Scores,
+        scores: ScoreRules,
         recompute_cache: RecomputeCache | None,
     ) -> Tensor:
         """Attend, or load the first run's result; ``bias_table`` is the one in ``scores``, passed for autograd."""
@@ -313,7 +321,7 @@ class _Attention(torch.autograd.Function):
             out, lse = known
         else:
             # Backward must read the rounded output, the one that later layers have seen.
-            out, lse = _attend(q, k, v, sinks, work, partial(ops.forward, kernel), scores)
+            out, lse = _forward_with_sinks(q, k, v, sinks, work, partial(ops.forward, kernel), scores)
             if recompute_cache is not None:
                 recompute_cache.save(out, lse)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -325,11 +333,11 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         # The saved log-sum-exp includes the sinks, so the kernel's backward sees final softmax weights.
         backward = partial(ops.backward, ctx.kernel, scores=ctx.scores)
-        grads = attend_work_backward(dout, q, k, v, out, lse, ctx.work, backward)
+        grads = backward_work(dout, q, k, v, out, lse, ctx.work, backward)
         dq, dk, dv = grads.dq_BtHD.to(q.dtype), grads.dk_BsKD.to(k.dtype), grads.dv_BsKV.to(v.dtype)
-        bias, dtable, dsinks = ctx.scores.relative_bias, None, None
-        if bias is not None and grads.dtable_NH is not None:
-            dtable = grads.dtable_NH.to(bias.table_NH.dtype)
+        bias, dbias_table, dsinks = ctx.scores.relative_bias, None, None
+        if bias is not None and grads.dbias_table_NH is not None:
+            dbias_table = grads.dbias_table_NH.to(bias.table_NH.dtype)
         if sinks is not None:
             dsinks = sinks_gradient(dout, out, lse, sinks).to(sinks.dtype)
-        return dq, dk, dv, dtable, dsinks, None, None, None, None
+        return dq, dk, dv, dbias_table, dsinks, None, None, None, None

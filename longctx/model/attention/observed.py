@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.cache import LayerCache
+from longctx.kernels.attention.kernel_interface import ScoreRules
 from longctx.model.attention.core import AttentionCore, AttentionShapes, sinks_of
+from longctx.model.attention.kv_cache import LayerCache
 from longctx.model.attention.local import LocalAttention, LocalPlan
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
@@ -70,18 +70,20 @@ class ObservedAttention(AttentionCore):
         *,
         plan: ObservedPlan,
         cache: LayerCache | None = None,
-        scores: Scores | None = None,
+        scores: ScoreRules | None = None,
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         # Layers call in order, once each per forward pass.
         if self._calls == self._call:
-            self._observe(q_BtHD, k_BtKD, plan, scores or Scores(scale=q_BtHD.shape[-1] ** -0.5), sinks_of(weights))
+            self._record_weights(
+                q_BtHD, k_BtKD, plan, scores or ScoreRules(scale=q_BtHD.shape[-1] ** -0.5), sinks_of(weights)
+            )
         self._calls += 1
         return self._inner(q_BtHD, k_BtKD, v_BtKV, plan=plan.inner, scores=scores, weights=weights)
 
-    def _observe(
-        self, q_BtHD: Tensor, k_BtKD: Tensor, plan: ObservedPlan, scores: Scores, sinks_H: Tensor | None
+    def _record_weights(
+        self, q_BtHD: Tensor, k_BtKD: Tensor, plan: ObservedPlan, scores: ScoreRules, sinks_H: Tensor | None
     ) -> None:
         head, heads = self._head, slice(self._head, self._head + 1)
         key_head = head // (q_BtHD.shape[2] // k_BtKD.shape[2])
@@ -90,10 +92,10 @@ class ObservedAttention(AttentionCore):
             sinks_H = sinks_H[heads].float()
         self.weights_TG = self._sums(q, k, plan, scores.of_heads(head, head + 1), sinks_H)
         # Equal scores give every visible key a weight, including one that would round to 0.
-        equal = Scores(scale=1.0)
+        equal = ScoreRules(scale=1.0)
         self.is_seen_TG = self._sums(torch.zeros_like(q), torch.zeros_like(k), plan, equal, None) > 0
 
-    def _sums(self, q: Tensor, k: Tensor, plan: ObservedPlan, scores: Scores, sinks_H: Tensor | None) -> Tensor:
+    def _sums(self, q: Tensor, k: Tensor, plan: ObservedPlan, scores: ScoreRules, sinks_H: Tensor | None) -> Tensor:
         """Sum one head's query weights over key groups; return [T, G]."""
         v_TG = functional.one_hot(self._groups_T.to(q.device)).to(q.dtype)
         shapes = replace(

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.cache import KVCache, LayerCache, TokenChunk
+from longctx.kernels.attention.kernel_interface import ScoreRules
 from longctx.model.attention.core import AttentionCore, AttentionShapes, Plan
+from longctx.model.attention.kv_cache import KVCache, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
 from longctx.model.source import EncodedSource
@@ -73,7 +73,7 @@ class SequencesCore:
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> Plan:
         """Plan all sequences; each chunk carries its keys' placement."""
-        return self._core.plan_each(mask, shapes, self._chunks)
+        return self._core.plan_sequences(mask, shapes, self._chunks)
 
     def __call__(
         self,
@@ -83,12 +83,14 @@ class SequencesCore:
         *,
         plan: Plan,
         cache: Any = None,
-        scores: Scores | None = None,
+        scores: ScoreRules | None = None,
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         """Compute the output [B, t, H, V]; ``cache`` holds one ``LayerCache`` per sequence."""
-        return self._core.attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=cache, scores=scores, weights=weights)
+        return self._core.forward_sequences(
+            q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=cache, scores=scores, weights=weights
+        )
 
 
 PassCache = KVCache | SequencesCache

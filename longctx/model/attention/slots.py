@@ -16,7 +16,7 @@ _STEP = 64
 """Rows zeroed at a time."""
 
 
-class Slot(NamedTuple):
+class CacheSlot(NamedTuple):
     """One sequence's rows in a pool."""
 
     pool: SlotPool
@@ -31,15 +31,15 @@ class SlotPool:
         self._free = list(range(num_slots))
         self._layers: dict[int, SlotLayer] = {}
 
-    def take(self) -> Slot | None:
+    def take(self) -> CacheSlot | None:
         """Reserve the first free slot, if any."""
         if not self._free:
             return None
         number = min(self._free)
         self._free.remove(number)
-        return Slot(self, number)
+        return CacheSlot(self, number)
 
-    def give_back(self, slot: Slot) -> None:
+    def release(self, slot: CacheSlot) -> None:
         """Release the slot for another sequence."""
         assert slot.number not in self._free, f"slot {slot.number} is free already"
         # Rows stay as they are: the next sequence overwrites them, and masks hide the rest.

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.attention.slices import AttentionSlice, slice_table, table_slices
-from longctx.model.attention.work import Work
+from longctx.model.attention.attention_work import Work
 
 
-class Piece(NamedTuple):
+class StridedPiece(NamedTuple):
     """A document's newest queries against all of its tokens."""
 
     query_row: int
@@ -29,34 +29,34 @@ class Piece(NamedTuple):
     """Document index of the first query."""
 
 
-def reach(window: int, stride: int) -> int:
+def class_lookback(window: int, stride: int) -> int:
     """Return the distance in tokens from a query back to the nearest member of its class outside its window."""
     return -(-window // stride) * stride
 
 
-def whole_documents(cu_seqlens: tuple[int, ...]) -> list[Piece]:
+def whole_documents(cu_seqlens: tuple[int, ...]) -> list[StridedPiece]:
     """Return all documents in a sequence that one process holds, as pieces."""
-    return [Piece(query_row=a, key_row=a, tokens=b - a, first_query=0) for a, b in pairwise(cu_seqlens)]
+    return [StridedPiece(query_row=a, key_row=a, tokens=b - a, first_query=0) for a, b in pairwise(cu_seqlens)]
 
 
-def continuation(num_queries: int, num_keys: int) -> list[Piece]:
+def continuation(num_queries: int, num_keys: int) -> list[StridedPiece]:
     """Return the newest ``num_queries`` tokens in one document, as a piece."""
     before = num_keys - num_queries
     # The document's first token would be ``before`` rows ahead of the first query.
-    return [Piece(query_row=-before, key_row=0, tokens=num_keys, first_query=before)]
+    return [StridedPiece(query_row=-before, key_row=0, tokens=num_keys, first_query=before)]
 
 
 # Strided attention as causal attention on gathered rows. Tokens with equal document indices modulo the stride form a
-# class. Before its window, a query sees the class members at least ``reach`` tokens back, the first multiple of the
-# stride that is no less than the window. Sorted by class, these pairs are causal attention within runs of neighbouring
-# rows: any kernel computes them on gathered rows, in time proportional to the visible keys. The result is merged with
-# the window's by their log-sum-exps. Invariant: window and class share no key, so each counts once.
-def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Work | None:
+# class. Before its window, a query sees the class members at least ``class_lookback`` tokens back, the first multiple
+# of the stride that is no less than the window. Sorted by class, these pairs are causal attention within runs of
+# neighbouring rows: any kernel computes them on gathered rows, in time proportional to the visible keys. The result is
+# merged with the window's by their log-sum-exps. Invariant: window and class share no key, so each counts once.
+def strided_work(pieces: Iterable[StridedPiece], window: int, stride: int) -> Work | None:
     """Build these queries' work before their windows, if there is any.
 
     It names only rows with work. If all queries in a class are present, it has as many queries as keys: plain causal.
     """
-    back = reach(window, stride)
+    back = class_lookback(window, stride)
     queries: list[Tensor] = []
     keys: list[Tensor] = []
     slices: list[AttentionSlice] = []
@@ -78,7 +78,7 @@ def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Work | No
     return Work(torch.cat(queries), torch.cat(keys), slice_table(slices))
 
 
-def strided_ahead(before: Work) -> Work:
+def mirrored_work(before: Work) -> Work:
     """Build the work for complete documents' queries ahead of their windows, in bidirectional attention.
 
     ``before`` is their work before the windows: queries and keys swap roles.
@@ -94,5 +94,7 @@ def _arange(indices: range) -> Tensor:
 def _newest(q_start: int, q_stop: int, k_start: int, k_stop: int, back: int, stride: int) -> AttentionSlice:
     """Build the slice between a class's newest queries and its keys; the last of each are ``back`` tokens apart."""
     # The offset solves stride·(i − j) + offset = back at the last rows.
-    apart = q_stop - k_stop
-    return AttentionSlice(q_start, q_stop, k_start, k_stop, lo=apart, step=stride, offset=back - stride * apart)
+    row_distance = q_stop - k_stop
+    return AttentionSlice(
+        q_start, q_stop, k_start, k_stop, lo=row_distance, step=stride, offset=back - stride * row_distance
+    )

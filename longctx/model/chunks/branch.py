@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from longctx.model.chunks.parts import Differentiate, leaves
-from longctx.model.chunks.store import Stored, in_turn
-from longctx.model.chunks.stream import ResidualStream
+from longctx.model.chunks.chunk_store import Stored, in_turn
+from longctx.model.chunks.parts import ChunkBackward, leaves
+from longctx.model.chunks.residual_stream import ResidualStream
 
 Join = Callable[[Tensor, Tensor], Tensor]
 """Computes the branch's first values from the stream's normed values and those that enter beside them."""
@@ -24,7 +24,7 @@ def branch_off(
     stream: ResidualStream,
     branch: ResidualStream,
     handle: Tensor,
-    entering_BtM: Tensor,
+    side_input_BtM: Tensor,
     *,
     norm: nn.Module | None,
     join: Join,
@@ -35,7 +35,7 @@ def branch_off(
     ``weights`` are those that ``norm`` and ``join`` read. The stream's handle must go on to a function that gives it a
     gradient.
     """
-    return _BranchOff.apply(handle, entering_BtM, _Branch(stream, branch, norm, join), *weights)
+    return _BranchOff.apply(handle, side_input_BtM, _Branch(stream, branch, norm, join), *weights)
 
 
 # The head writes its gradient over x, so the branch keeps its own x.
@@ -50,7 +50,7 @@ class _Branch:
         self.kept: list[Stored] = []
         """The stream's values, and those that entered."""
 
-    def forward(self, entering_BtM: Tensor, *, trains: bool) -> None:
+    def forward(self, side_input_BtM: Tensor, *, needs_grad: bool) -> None:
         """Compute the branch's first values."""
         store, chunks, num_tokens = self.stream.store, self.stream.chunks, self.stream.num_tokens
         x = self.stream.take_values()
@@ -59,49 +59,51 @@ class _Branch:
         first: Stored | None = None
         kept: Stored | None = None
         for tokens, (x_BcM,) in in_turn(chunks, [x]):
-            first_BcM = self._first(x_BcM, entering_BtM[:, tokens])
+            first_BcM = self._first(x_BcM, side_input_BtM[:, tokens])
             first = first or store.empty_chunks(num_tokens, first_BcM)
             first.write(tokens, first_BcM)
-            if trains:
+            if needs_grad:
                 kept = kept or store.empty_chunks(num_tokens, x_BcM)
                 kept.write(tokens, x_BcM)
         self.branch.values = first
         if kept is not None:
-            self.kept = [kept, store.put(entering_BtM)]
+            self.kept = [kept, store.put(side_input_BtM)]
 
-    def backward(self, differentiate: Differentiate) -> Tensor:
+    def backward(self, chunk_backward: ChunkBackward) -> Tensor:
         """Add the branch's share to the stream's gradient; return the entering values' gradient."""
-        x, entering = self.kept
+        x, side_input = self.kept
         self.kept = []
         dfirst, dx = self.branch.take_gradient(), self.stream.take_gradient()
-        dentering: Stored | None = None
-        for tokens, (dfirst_BcM, dx_BcM, x_BcM, entering_BcM) in in_turn(self.stream.chunks, [dfirst, dx, x, entering]):
+        dside_input: Stored | None = None
+        for tokens, (dfirst_BcM, dx_BcM, x_BcM, side_input_BcM) in in_turn(
+            self.stream.chunks, [dfirst, dx, x, side_input]
+        ):
             # Recomputing norm and join costs less than keeping the values that their backward reads.
             with torch.enable_grad():
-                inputs = leaves([x_BcM, entering_BcM])
-                own_BcM, entering_BcM = differentiate([self._first(inputs[0], inputs[1])], inputs, [dfirst_BcM])
+                inputs = leaves([x_BcM, side_input_BcM])
+                own_BcM, side_input_BcM = chunk_backward([self._first(inputs[0], inputs[1])], inputs, [dfirst_BcM])
             dx.write(tokens, own_BcM.add_(dx_BcM))
-            dentering = dentering or self.stream.store.empty(self.stream.num_tokens, entering_BcM)
-            dentering.write(tokens, entering_BcM)
+            dside_input = dside_input or self.stream.store.empty(self.stream.num_tokens, side_input_BcM)
+            dside_input.write(tokens, side_input_BcM)
         self.stream.gradient = dx
-        assert dentering is not None
-        return dentering.whole().wait()
+        assert dside_input is not None
+        return dside_input.whole().wait()
 
-    def _first(self, x_BcM: Tensor, entering_BcM: Tensor) -> Tensor:
+    def _first(self, x_BcM: Tensor, side_input_BcM: Tensor) -> Tensor:
         if self.norm is not None:
             x_BcM = self.norm(x_BcM)
-        return self.join(x_BcM, entering_BcM)
+        return self.join(x_BcM, side_input_BcM)
 
 
 class _BranchOff(torch.autograd.Function):
     """Autograd function over both handles, so that the head's gradient precedes the branch's in backward."""
 
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, entering_BtM: Tensor, branch: _Branch, *weights: Tensor):
+    def forward(ctx: Any, handle: Tensor, side_input_BtM: Tensor, branch: _Branch, *weights: Tensor):
         ctx.branch = branch
         # Saved although the branch holds them: autograd detects an in-place write in between.
         ctx.save_for_backward(*weights)
-        branch.forward(entering_BtM, trains=any(ctx.needs_input_grad))
+        branch.forward(side_input_BtM, needs_grad=any(ctx.needs_input_grad))
         return handle.new_empty(0), handle.new_empty(0)
 
     @staticmethod
@@ -109,9 +111,9 @@ class _BranchOff(torch.autograd.Function):
     def backward(ctx: Any, dhandle: Tensor, _: Tensor):  # type: ignore[override]
         weights = list(ctx.saved_tensors)
         trained = [weight for weight in weights if weight.requires_grad]
-        differentiate = Differentiate(trained)
-        dentering_BtM = ctx.branch.backward(differentiate)
-        gradients = dict(zip(map(id, trained), differentiate.sums.results(), strict=True))
-        found = [dhandle, dentering_BtM, None]
+        chunk_backward = ChunkBackward(trained)
+        dside_input_BtM = ctx.branch.backward(chunk_backward)
+        gradients = dict(zip(map(id, trained), chunk_backward.sums.results(), strict=True))
+        found = [dhandle, dside_input_BtM, None]
         found.extend(gradients.get(id(weight)) for weight in weights)
         return tuple(found)

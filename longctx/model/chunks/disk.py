@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longctx.model.copies import Copies, FromHost, HostTensor, Leaving, Mark, of_tokens
+from longctx.model.async_copies import AsyncCopies, FromHost, HostTensor, InFlightTensors, Mark, of_tokens
 from longctx.swap_file import SwapFile
 
 _UNDER_WAY = 4
@@ -27,7 +27,7 @@ class Disk:
         self.file = SwapFile(folder)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="store")
         """A single thread, so that a piece is written before it is read."""
-        self._leaving: deque[Future[None]] = deque()
+        self._pending_writes: deque[Future[None]] = deque()
         self._written: dict[str, Future[None]] = {}
         """The last write to each place."""
         self._free: dict[int, list[str]] = defaultdict(list)
@@ -39,7 +39,7 @@ class Disk:
             return self._free[num_bytes].pop()
         return f"{num_bytes} bytes, {next(self._numbers)}"
 
-    def give_back(self, num_bytes: int, place: str) -> None:
+    def release(self, num_bytes: int, place: str) -> None:
         """Release the place for another piece."""
         self._free[num_bytes].append(place)
 
@@ -49,9 +49,9 @@ class Disk:
         Raise OSError if an earlier piece's write failed.
         """
         written = self._written[place] = self.worker.submit(self._write, place, parts, ready)
-        self._leaving.append(written)
-        while len(self._leaving) > _UNDER_WAY:
-            self._leaving.popleft().result()
+        self._pending_writes.append(written)
+        while len(self._pending_writes) > _UNDER_WAY:
+            self._pending_writes.popleft().result()
 
     def reader(self, place: str) -> Callable[[Sequence[Tensor]], None]:
         """Return a function that reads the place's present contents into host memory parts.
@@ -83,57 +83,57 @@ def disk_in(folder: str) -> Disk:
 class DiskStore:
     """Store on a disk; a thread reads and writes values while others are computed."""
 
-    def __init__(self, disk: Disk, copies: Copies, chunks: Sequence[slice]) -> None:
+    def __init__(self, disk: Disk, copies: AsyncCopies, chunks: Sequence[slice]) -> None:
         """Create the store; values for all tokens are read in these ``chunks``, or all at once."""
         self.disk, self.copies, self.chunks = disk, copies, chunks
-        self.leaving = Leaving(copies)
+        self.in_flight = InFlightTensors(copies)
 
-    def empty(self, num_tokens: int, like: Tensor) -> OnDisk:
-        return OnDisk(self, of_tokens(like.shape, num_tokens), like.dtype, self.chunks)
+    def empty(self, num_tokens: int, like: Tensor) -> DiskTensor:
+        return DiskTensor(self, of_tokens(like.shape, num_tokens), like.dtype, self.chunks)
 
     empty_chunks = empty
 
-    def put(self, x: Tensor) -> OnDisk:
+    def put(self, x: Tensor) -> DiskTensor:
         pieces: Sequence[slice] = [slice(0, x.shape[1])]
         if x.shape[1] == self.chunks[-1].stop:
             pieces = self.chunks
-        stored = OnDisk(self, x.shape, x.dtype, pieces)
+        stored = DiskTensor(self, x.shape, x.dtype, pieces)
         for piece in pieces:
             stored.write(piece, x[:, piece])
         return stored
 
 
-class OnDisk:
+class DiskTensor:
     """Values [B, t, …] on a disk, in pieces."""
 
     def __init__(self, store: DiskStore, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[slice]) -> None:
         self._store, self._shape, self._dtype, self._pieces = store, shape, dtype, pieces
-        self._places: dict[int, tuple[int, str]] = {}
+        self._extents: dict[int, tuple[int, str]] = {}
         """Maps a piece's first token to (bytes, place)."""
 
     def write(self, tokens: slice, x: Tensor) -> None:
         store, x = self._store, x.contiguous()
-        if tokens.start not in self._places:
-            self._places[tokens.start] = x.nbytes, store.disk.take(x.nbytes)
-        place = self._places[tokens.start][1]
+        if tokens.start not in self._extents:
+            self._extents[tokens.start] = x.nbytes, store.disk.take(x.nbytes)
+        place = self._extents[tokens.start][1]
         if not store.copies.is_asynchronous:
-            store.disk.write(place, [x], _nothing)
+            store.disk.write(place, [x], _no_wait)
             return
         host = HostTensor(store.copies, x.shape, x.dtype)
         mark = host.write(slice(0, x.shape[1]), x)
-        store.leaving.hold(x, mark)
+        store.in_flight.hold(x, mark)
         store.disk.write(place, host.pages, partial(store.copies.wait_on_host, mark))
 
     def fetch(self, tokens: slice) -> FromDisk:
-        return self._bring(tokens, [tokens])
+        return self._fetch_pieces(tokens, [tokens])
 
     def whole(self) -> FromDisk:
-        return self._bring(slice(0, self._shape[1]), self._pieces)
+        return self._fetch_pieces(slice(0, self._shape[1]), self._pieces)
 
     def on_device(self) -> Tensor:
         return self.whole().wait()
 
-    def _bring(self, tokens: slice, pieces: Sequence[slice]) -> FromDisk:
+    def _fetch_pieces(self, tokens: slice, pieces: Sequence[slice]) -> FromDisk:
         """Start to fetch some tokens' values, in these pieces, to the device."""
         values = torch.empty(
             of_tokens(self._shape, tokens.stop - tokens.start), dtype=self._dtype, device=self._store.copies.device
@@ -141,13 +141,13 @@ class OnDisk:
         readers = []
         for piece in pieces:
             part = values[:, piece.start - tokens.start : piece.stop - tokens.start]
-            readers.append((part, self._store.disk.reader(self._places[piece.start][1])))
+            readers.append((part, self._store.disk.reader(self._extents[piece.start][1])))
         return FromDisk(self._store, values, readers)
 
     def __del__(self) -> None:
         # The worker finishes pending reads of these places before it writes other pieces to them.
-        for num_bytes, place in self._places.values():
-            self._store.disk.give_back(num_bytes, place)
+        for num_bytes, place in self._extents.values():
+            self._store.disk.release(num_bytes, place)
 
 
 class FromDisk:
@@ -156,13 +156,15 @@ class FromDisk:
     def __init__(self, store: DiskStore, values: Tensor, readers: Sequence[tuple[Tensor, Callable]]) -> None:
         # Marked here: computation during the read does not use the memory for these values.
         computed = store.copies.computed()
-        self._job: Future[FromHost] = store.disk.worker.submit(_bring, store.copies, values, readers, computed)
+        self._job: Future[FromHost] = store.disk.worker.submit(_read_to_device, store.copies, values, readers, computed)
 
     def wait(self) -> Tensor:
         return self._job.result().wait()
 
 
-def _bring(copies: Copies, values: Tensor, readers: Sequence[tuple[Tensor, Callable]], computed: Mark) -> FromHost:
+def _read_to_device(
+    copies: AsyncCopies, values: Tensor, readers: Sequence[tuple[Tensor, Callable]], computed: Mark
+) -> FromHost:
     """Read each part of ``values`` from the disk, and start to copy it to the device."""
     mark = None
     for part, read in readers:
@@ -180,5 +182,5 @@ def _bring(copies: Copies, values: Tensor, readers: Sequence[tuple[Tensor, Calla
     return FromHost(copies, values, mark)
 
 
-def _nothing() -> None:
+def _no_wait() -> None:
     """Return at once: values in host memory need no wait."""

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.contract import Scores
+from longctx.kernels.attention.kernel_interface import ScoreRules
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.model.block import Block, Call, Draws
-from longctx.model.experts.layer import MixtureOfExperts, MoECall
+from longctx.model.block import Block, LayerCall, ResidualDropout
+from longctx.model.experts.moe_layer import MixtureOfExperts, MoECall
 from longctx.model.recompute import RecomputeCache
 from longctx.model.rotary import RotaryTable
 
@@ -25,10 +25,10 @@ _AFTER_CORE = ("mlp.", "self_attn.o_proj.", "self_attn.out_proj.", "self_attn.ga
 class LayerParts:
     """One layer's parts in one forward pass."""
 
-    def __init__(self, block: Block, table: RotaryTable | None, call: Call, num_tokens: int) -> None:
+    def __init__(self, block: Block, table: RotaryTable | None, call: LayerCall, num_tokens: int) -> None:
         """Set up the parts; this rank has ``num_tokens`` tokens per row."""
         self.block, self.table, self.call, self.num_tokens = block, table, call, num_tokens
-        self.draws = call.draws()
+        self.residual_dropout = call.residual_dropout()
         names = [name for name, _ in block.named_parameters()]
         self.weights_after_core = [number for number, name in enumerate(names) if name.startswith(_AFTER_CORE)]
         """Indices of the block's parameters to which attention's backward adds no gradient."""
@@ -40,7 +40,7 @@ class LayerParts:
             table = table.of_tokens(tokens)
         return self.call.run(Block.before_core, self.block, x_BcM, table, False, only_graph)
 
-    def attend(self, group: int, qkv: Sequence[Tensor], scores: Scores, cache: RecomputeCache | None) -> Tensor:
+    def run_core(self, group: int, qkv: Sequence[Tensor], scores: ScoreRules, cache: RecomputeCache | None) -> Tensor:
         """Compute attention for one head group, over all tokens."""
         q, k, v = qkv
         heads = slice(group * q.shape[2], (group + 1) * q.shape[2])
@@ -62,8 +62,8 @@ class LayerParts:
     def choose_experts(self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice) -> Tensor:
         """Return the experts [B, c, k] that a chunk's tokens choose, before any capacity."""
         assert isinstance(self.block.mlp, MixtureOfExperts)
-        draws = self.draws_of(tokens)
-        _, normed_BcM = self.call.run(Block.join_attention, self.block, x_BcM, heads_BcHV, draws, False)
+        residual_dropout = self.chunk_dropout(tokens)
+        _, normed_BcM = self.call.run(Block.join_attention, self.block, x_BcM, heads_BcHV, residual_dropout, False)
         return self.block.mlp.choose(normed_BcM, self.call.experts.of_tokens(tokens, self.num_tokens))
 
     def finish(
@@ -80,14 +80,14 @@ class LayerParts:
         """
         again = cache is not None and cache.recomputing
         call = replace(self.call, experts=experts.of_tokens(tokens, self.num_tokens), only_graph=again)
-        draws = self.draws_of(tokens)
+        residual_dropout = self.chunk_dropout(tokens)
         if len(heads) > 1:
-            x_BcM = self.call.run(Block.add_attention, self.block, x_BcM, heads[0], draws[0], False)
-        return self.block.finish(x_BcM, heads[-1], draws, call, cache)
+            x_BcM = self.call.run(Block.add_attention, self.block, x_BcM, heads[0], residual_dropout[0], False)
+        return self.block.finish(x_BcM, heads[-1], residual_dropout, call, cache)
 
-    def draws_of(self, tokens: slice) -> Draws:
+    def chunk_dropout(self, tokens: slice) -> ResidualDropout:
         """Return a chunk's dropout draws for the residual sums."""
-        attention, ffn, cross = (None if draw is None else draw.of_tokens(tokens) for draw in self.draws)
+        attention, ffn, cross = (None if draw is None else draw.of_tokens(tokens) for draw in self.residual_dropout)
         return attention, ffn, cross
 
 
@@ -133,7 +133,7 @@ class WeightSums:
 
 # ``torch.autograd.grad`` fills no ``.grad`` and runs no hook. The layer's autograd function returns the sums over
 # chunks as its own gradients, so that ZeRO reduces each weight once, as without chunks.
-class Differentiate:
+class ChunkBackward:
     """Callable that differentiates a layer's parts, and sums the weight gradients over all calls."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:

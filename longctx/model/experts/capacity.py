@@ -49,15 +49,15 @@ class Capacity:
         which process holds which token; ``gather`` collects the tokens from all that share the sequence. Collective.
         """
         T, k = self.row_tokens * self.num_rows, experts_Nk.shape[1]
-        everyone_PX = gather(torch.cat((self.token_index_N[:, None], experts_Nk), dim=1).int()).long()
-        token_index_P, experts_Pk = everyone_PX[:, 0], everyone_PX[:, 1:]
+        gathered_PX = gather(torch.cat((self.token_index_N[:, None], experts_Nk), dim=1).int()).long()
+        token_index_P, experts_Pk = gathered_PX[:, 0], gathered_PX[:, 1:]
         chosen_Tk = experts_Nk.new_full((T + 1, k), NO_EXPERT)
         chosen_Tk[_or_last(token_index_P, T)] = experts_Pk  # padding goes to an extra last token
-        fits_Tk = self._earlier(chosen_Tk[:T]) < self.tokens
+        fits_Tk = self._count_previous(chosen_Tk[:T]) < self.tokens
         fits_Tk = torch.cat((fits_Tk, fits_Tk.new_zeros(1, k)))
         return experts_Nk.where(fits_Tk[_or_last(self.token_index_N, T)], NO_EXPERT)
 
-    def _earlier(self, chosen_Tk: Tensor) -> Tensor:
+    def _count_previous(self, chosen_Tk: Tensor) -> Tensor:
         """Count, for every choice, the earlier tokens in its row that made the same choice."""
         T, k = chosen_Tk.shape
         row_T = torch.arange(T, device=chosen_Tk.device) // self.row_tokens

@@ -15,8 +15,8 @@ from torch import Tensor
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.grouped import grouped_rows
 from longctx.kernels.matmul import is_vector_product
-from longctx.model.experts.blocks import Blocks, SavedChunks
-from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights, saved_widths
+from longctx.model.experts.expert_blocks import ExpertBlocks, SavedChunks
+from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, Needs, saved_widths
 from longctx.model.experts.gradient_sum import WeightGradients
 from longctx.model.layers.mlp import gated, gated_backward
 
@@ -24,7 +24,7 @@ from longctx.model.layers.mlp import gated, gated_backward
 # Block by block: the buffers stay in the cache, and tensors for all assignments would need new pages in every call.
 # Blocks run in expert order and add to their tokens one after another, so results repeat to the bit. Gates are applied
 # before the down projection, so backward needs no expert outputs.
-def forward_blocks(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
+def forward_blocks(tokens: DispatchedTokens, weights: ExpertWeights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
     """Compute Σ gate · expert(x) over each token's local experts.
 
     Return the sums [S, M] in float32 (float64 for float64), and the tensors that ``call.run.recompute`` saves for
@@ -34,7 +34,7 @@ def forward_blocks(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple
     M, F = weights.down_eMF.shape[1:]
     if len(x_SM) == 1 and not saved_widths(call.run.recompute, weights, in_blocks=True):
         return _forward_token(tokens, weights, call), []
-    blocks = Blocks(tokens, weights, call.run.products)
+    blocks = ExpertBlocks(tokens, weights, call.run.matmul_mode)
     chunks = SavedChunks(blocks, tokens, weights, call)
     saved = chunks.allocate()
     out_SM = torch.zeros(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype))
@@ -49,7 +49,7 @@ def forward_blocks(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple
         # The gate enters before the second matmul, at F multiplications per token instead of M.
         gates_n1 = blocks.gates(block)
         inner_nF = blocks.buffer("inner", block, F)
-        _activate(call.activation, gate_up_nF, gates_n1, into=inner_nF)
+        _gated_activation(call.activation, gate_up_nF, gates_n1, into=inner_nF)
         y_nM = blocks.buffer("y", block, M)
         torch.mm(inner_nF, blocks.weight("down", weights.down_eMF, expert).T, out=y_nM)
         if weights.down_bias_eM is not None:
@@ -60,8 +60,8 @@ def forward_blocks(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple
 
 def backward_blocks(
     dout_SM: Tensor,
-    tokens: Tokens,
-    weights: Weights,
+    tokens: DispatchedTokens,
+    weights: ExpertWeights,
     saved: list[Tensor],
     call: ExpertsCall,
     *,
@@ -74,7 +74,7 @@ def backward_blocks(
     """
     x_SM = tokens.x_SM
     M, F = weights.down_eMF.shape[1:]
-    blocks = Blocks(tokens, weights, call.run.products)
+    blocks = ExpertBlocks(tokens, weights, call.run.matmul_mode)
     chunks = SavedChunks(blocks, tokens, weights, call)
     dx_SM: Tensor | None = None
     if needs.x:
@@ -92,7 +92,7 @@ def backward_blocks(
         dinner_nF = blocks.buffer("dinner", block, F)
         torch.mm(dy_nM, blocks.weight("down", weights.down_eMF, expert), out=dinner_nF)
         inner_nF, dgate_up_nF = blocks.buffer("inner", block, F), blocks.buffer("dgate and dup", block, 2 * F)
-        dgates_n = _activate_backward(
+        dgates_n = _gated_activation_backward(
             call.activation, dinner_nF, gate_up_nF, gates_n1, inner=inner_nF, into=dgate_up_nF
         )
         dgates_R[block] = blocks.own(dgates_n, block)
@@ -120,9 +120,9 @@ def backward_blocks(
     return dx_SM, dgates_Sk
 
 
-def _forward_token(tokens: Tokens, weights: Weights, call: ExpertsCall) -> Tensor:
+def _forward_token(tokens: DispatchedTokens, weights: ExpertWeights, call: ExpertsCall) -> Tensor:
     """Compute ``forward_blocks`` for one token, as in decoding; its experts' weights are read once, unconverted."""
-    x_M, wide = tokens.x_SM[0], accumulate_dtype(tokens.x_SM.dtype)
+    x_M, sum_dtype = tokens.x_SM[0], accumulate_dtype(tokens.x_SM.dtype)
     chosen = [(choice, expert) for choice, expert in enumerate(tokens.experts_Sk[0].tolist()) if expert >= 0]
     gates_R1 = tokens.gates_Sk[0].unsqueeze(-1)
     if len(chosen) < len(gates_R1):
@@ -130,7 +130,7 @@ def _forward_token(tokens: Tokens, weights: Weights, call: ExpertsCall) -> Tenso
     expert_R = [expert for _, expert in chosen]
 
     multiply_row = _row_times_matrix
-    if is_vector_product(x_M, call.run.products):
+    if is_vector_product(x_M, call.run.matmul_mode):
         multiply_row = torch.mv
     gate_up_RF = x_M.new_empty(len(chosen), weights.gate_up_eFM.shape[1])
     for row, expert in enumerate(expert_R):
@@ -138,35 +138,35 @@ def _forward_token(tokens: Tokens, weights: Weights, call: ExpertsCall) -> Tenso
     if weights.gate_up_bias_eF is not None:
         gate_up_RF += weights.gate_up_bias_eF[expert_R]
     inner_RF = x_M.new_empty(len(chosen), weights.down_eMF.shape[2])
-    _activate(call.activation, gate_up_RF, gates_R1, into=inner_RF)
+    _gated_activation(call.activation, gate_up_RF, gates_R1, into=inner_RF)
 
     y_RM = x_M.new_empty(len(chosen), len(x_M))
     for row, expert in enumerate(expert_R):
         multiply_row(weights.down_eMF[expert], inner_RF[row], out=y_RM[row])
     if weights.down_bias_eM is not None:
         y_RM += gates_R1 * weights.down_bias_eM[expert_R]
-    return y_RM.sum(0, keepdim=True, dtype=wide)
+    return y_RM.sum(0, keepdim=True, dtype=sum_dtype)
 
 
 def _row_times_matrix(weight_OI: Tensor, x_I: Tensor, *, out: Tensor) -> None:
     torch.mm(x_I[None], weight_OI.T, out=out[None])
 
 
-def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
+def forward_few(tokens: DispatchedTokens, weights: ExpertWeights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
     """Compute ``forward_blocks`` for a few tokens, as in decoding: one matmul for all experts, no saved tensors.
 
     Blocks with two or three tokens would have more calls than work.
     """
     if tokens.x_SM.shape[0] == 1:
         return _forward_token(tokens, weights, call), []
-    k, wide = tokens.experts_Sk.shape[1], accumulate_dtype(tokens.x_SM.dtype)
+    k, sum_dtype = tokens.experts_Sk.shape[1], accumulate_dtype(tokens.x_SM.dtype)
     # NumPy sorts so few numbers faster than a PyTorch operator is called.
     ids = tokens.experts_Sk.flatten().numpy()
     order = ids.argsort(kind="stable")
     # Ids below 0 are no experts, and come first.
     num_missing = int(ids[order].searchsorted(0))
     if num_missing == len(ids):
-        return torch.zeros(tokens.x_SM.shape, dtype=wide), []
+        return torch.zeros(tokens.x_SM.shape, dtype=sum_dtype), []
     chosen = order[num_missing:]
     choice_R, token_R = torch.from_numpy(chosen), torch.from_numpy(chosen // k)
     counts = np.bincount(ids[chosen], minlength=weights.down_eMF.shape[0])
@@ -175,32 +175,37 @@ def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Te
     y_RM = _forward_sorted(tokens.x_SM.index_select(0, token_R), gates_R1, counts, ends_e, weights, call)
     if num_missing:
         # Added in expert order, as blocks are.
-        out_SM = torch.zeros(tokens.x_SM.shape, dtype=wide)
-        return out_SM.index_add_(0, token_R, y_RM.to(wide)), []
+        out_SM = torch.zeros(tokens.x_SM.shape, dtype=sum_dtype)
+        return out_SM.index_add_(0, token_R, y_RM.to(sum_dtype)), []
     # If every choice has a local expert: adding to rows takes ten times as long as reading them.
     row_of_choice = np.empty_like(order)
     row_of_choice[order] = np.arange(len(order))
-    return y_RM.index_select(0, torch.from_numpy(row_of_choice)).view(-1, k, y_RM.shape[1]).sum(1, dtype=wide), []
+    return y_RM.index_select(0, torch.from_numpy(row_of_choice)).view(-1, k, y_RM.shape[1]).sum(1, dtype=sum_dtype), []
 
 
 def _forward_sorted(
-    x_RM: Tensor, gates_R1: Tensor, counts: np.ndarray, ends_e: Tensor, weights: Weights, call: ExpertsCall
+    x_RM: Tensor, gates_R1: Tensor, counts: np.ndarray, ends_e: Tensor, weights: ExpertWeights, call: ExpertsCall
 ) -> Tensor:
     """Compute gate · expert(x) for assignments in expert order, [R, M]; ``counts`` has the number per expert."""
-    products = call.run.products
-    gate_up_RF = grouped_rows(x_RM, weights.gate_up_eFM.mT, ends_e, products=products)
+    matmul_mode = call.run.matmul_mode
+    gate_up_RF = grouped_rows(x_RM, weights.gate_up_eFM.mT, ends_e, matmul_mode=matmul_mode)
     if weights.gate_up_bias_eF is not None:
         gate_up_RF += weights.gate_up_bias_eF.repeat_interleave(torch.from_numpy(counts), dim=0)
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
     inner_RF = gated(call.activation, gate_RF, up_RF).mul_(gates_R1)
-    y_RM = grouped_rows(inner_RF, weights.down_eMF.mT, ends_e, products=products)
+    y_RM = grouped_rows(inner_RF, weights.down_eMF.mT, ends_e, matmul_mode=matmul_mode)
     if weights.down_bias_eM is not None:
         y_RM += gates_R1 * weights.down_bias_eM.repeat_interleave(torch.from_numpy(counts), dim=0)
     return y_RM
 
 
 def _gate_up(
-    blocks: Blocks, x_nM: Tensor, weights: Weights, expert: int, block: slice, of_block: Sequence[Tensor] = ()
+    blocks: ExpertBlocks,
+    x_nM: Tensor,
+    weights: ExpertWeights,
+    expert: int,
+    block: slice,
+    of_block: Sequence[Tensor] = (),
 ) -> Tensor:
     """Compute gate and up before the activation, [n, 2F]; also write them to the block's saved tensor."""
     saved_nF: Tensor | None = None
@@ -219,7 +224,12 @@ def _gate_up(
 
 
 def _saved_gate_up(
-    blocks: Blocks, tokens: Tokens, weights: Weights, expert: int, block: slice, of_block: Sequence[Tensor]
+    blocks: ExpertBlocks,
+    tokens: DispatchedTokens,
+    weights: ExpertWeights,
+    expert: int,
+    block: slice,
+    of_block: Sequence[Tensor],
 ) -> Tensor:
     """Return gate and up as saved, or recomputed to the same bits."""
     width, dtype = weights.gate_up_eFM.shape[1], tokens.x_SM.dtype
@@ -233,14 +243,14 @@ def _saved_gate_up(
     return out_nF.copy_(rounded_nF)
 
 
-def _saved_x(blocks: Blocks, x_SM: Tensor, block: slice, of_block: Sequence[Tensor]) -> Tensor:
+def _saved_x(blocks: ExpertBlocks, x_SM: Tensor, block: slice, of_block: Sequence[Tensor]) -> Tensor:
     """Return the block's tokens as saved, or gather them again."""
     if len(of_block) < 2:
         return blocks.gather("x", x_SM, block)
     return blocks.filled("x", of_block[1], block)
 
 
-def _activate(activation: str, gate_up_nF: Tensor, gates_n1: Tensor, *, into: Tensor) -> None:
+def _gated_activation(activation: str, gate_up_nF: Tensor, gates_n1: Tensor, *, into: Tensor) -> None:
     """Write the activation times the router gate to ``into``."""
     gate_nF, up_nF = gate_up_nF.chunk(2, dim=-1)
     if activation == "swiglu":
@@ -250,12 +260,12 @@ def _activate(activation: str, gate_up_nF: Tensor, gates_n1: Tensor, *, into: Te
     into.mul_(gates_n1)
 
 
-def _activate_backward(
+def _gated_activation_backward(
     activation: str, dinner_nF: Tensor, gate_up_nF: Tensor, gates_n1: Tensor, *, inner: Tensor, into: Tensor
 ) -> Tensor:
     """Return the gates' gradients [n]; write gate's and up's gradients to ``into``.
 
-    ``inner`` receives the result of ``_activate``; ``dinner`` is overwritten.
+    ``inner`` receives the result of ``_gated_activation``; ``dinner`` is overwritten.
     """
     if activation == "swiglu":
         return _swiglu_backward(dinner_nF, gate_up_nF, gates_n1, inner=inner, into=into)
@@ -270,7 +280,7 @@ def _activate_backward(
 
 
 def _swiglu_backward(dinner_nF: Tensor, gate_up_nF: Tensor, gates_n1: Tensor, *, inner: Tensor, into: Tensor) -> Tensor:
-    """Compute ``_activate_backward`` for silu(gate) · up without allocation: every result has its buffer."""
+    """Compute ``_gated_activation_backward`` for silu(gate) · up without allocation: every result has its buffer."""
     gate_nF, up_nF = gate_up_nF.chunk(2, dim=-1)
     dgate_nF, dup_nF = into.chunk(2, dim=-1)
     # silu(gate), which is up's gradient except for the factors below.

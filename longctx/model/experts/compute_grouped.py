@@ -11,19 +11,19 @@ from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.grouped import grouped_outer, grouped_rows, sort_by_expert, sum_by_expert
-from longctx.kernels.processor import Products
-from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights, saved_widths
+from longctx.kernels.processor import MatmulMode
+from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, Needs, saved_widths
 from longctx.model.experts.gradient_sum import WeightGradients
 from longctx.model.layers.mlp import gated, gated_backward
 
 
-def forward_grouped(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
+def forward_grouped(tokens: DispatchedTokens, weights: ExpertWeights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
     """Compute Σ gate · expert(x) over each token's local experts.
 
     Return the sums [S, M] in float32 (float64 for float64), and the tensors that ``call.run.recompute`` saves for
     backward.
     """
-    permuted = _Permuted(tokens, weights, call.run.products)
+    permuted = _Permuted(tokens, weights, call.run.matmul_mode)
     x_RM, gates_R = permuted.gather(tokens.x_SM), permuted.gather_gates(tokens.gates_Sk)
     gate_up_RF = _gate_up(permuted, x_RM, weights)
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
@@ -31,15 +31,15 @@ def forward_grouped(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tupl
     inner_RF = gated(call.activation, gate_RF, up_RF, gates_R)
     y_RM = permuted.multiply(inner_RF, weights.down_eMF.mT)
     if weights.down_bias_eM is not None:
-        y_RM += (gates_R.unsqueeze(-1) * permuted.spread(weights.down_bias_eM)).to(y_RM.dtype)
+        y_RM += (gates_R.unsqueeze(-1) * permuted.gather_bias(weights.down_bias_eM)).to(y_RM.dtype)
     saved = [gate_up_RF, inner_RF, x_RM]
     return permuted.sum_tokens(y_RM), saved[: len(saved_widths(call.run.recompute, weights, in_blocks=False))]
 
 
 def backward_grouped(
     dout_SM: Tensor,
-    tokens: Tokens,
-    weights: Weights,
+    tokens: DispatchedTokens,
+    weights: ExpertWeights,
     saved: list[Tensor],
     call: ExpertsCall,
     *,
@@ -50,7 +50,7 @@ def backward_grouped(
 
     Weight gradients are added to ``gradients``. ``saved`` holds the tensors from ``forward_grouped``, which are freed.
     """
-    permuted = _Permuted(tokens, weights, call.run.products)
+    permuted = _Permuted(tokens, weights, call.run.matmul_mode)
     gates_R, dy_RM = permuted.gather_gates(tokens.gates_Sk), permuted.gather(dout_SM.to(tokens.x_SM.dtype))
     gate_up_RF, inner_RF, x_RM = _saved_or_recomputed(permuted, tokens, weights, saved, needs)
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
@@ -66,10 +66,10 @@ def backward_grouped(
     )
     assert dgates_R is not None
     if weights.down_bias_eM is not None:
-        wide_RM = dy_RM.to(gates_R.dtype)
-        dgates_R = dgates_R + (wide_RM * permuted.spread(weights.down_bias_eM)).sum(-1)
+        upcast_dy_RM = dy_RM.to(gates_R.dtype)
+        dgates_R = dgates_R + (upcast_dy_RM * permuted.gather_bias(weights.down_bias_eM)).sum(-1)
         if gradients.down_bias is not None:
-            gradients.down_bias.add(permuted.sum_by_expert(wide_RM * gates_R.unsqueeze(-1)))
+            gradients.down_bias.add(permuted.sum_by_expert(upcast_dy_RM * gates_R.unsqueeze(-1)))
     dgate_up_RF = torch.cat((dgate_RF, dup_RF), dim=-1)
 
     # The largest tensors of all: free them before the last gradients are computed.
@@ -89,16 +89,16 @@ def backward_grouped(
     return dx_SM, permuted.restore_gates(dgates_R)
 
 
-def _gate_up(permuted: _Permuted, x_RM: Tensor, weights: Weights) -> Tensor:
+def _gate_up(permuted: _Permuted, x_RM: Tensor, weights: ExpertWeights) -> Tensor:
     """Compute gate and up before the activation, [R, 2F]."""
     gate_up_RF = permuted.multiply(x_RM, weights.gate_up_eFM.mT)
     if weights.gate_up_bias_eF is not None:
-        gate_up_RF += permuted.spread(weights.gate_up_bias_eF)
+        gate_up_RF += permuted.gather_bias(weights.gate_up_bias_eF)
     return gate_up_RF
 
 
 def _saved_or_recomputed(
-    permuted: _Permuted, tokens: Tokens, weights: Weights, saved: list[Tensor], needs: Needs
+    permuted: _Permuted, tokens: DispatchedTokens, weights: ExpertWeights, saved: list[Tensor], needs: Needs
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return gate and up; the activation if it was saved; x if a gradient needs it."""
     if len(saved) == 3:
@@ -115,12 +115,12 @@ def _saved_or_recomputed(
 class _Permuted:
     """A tile's assignments in expert order."""
 
-    def __init__(self, tokens: Tokens, weights: Weights, products: Products) -> None:
-        self.products: Products = products
+    def __init__(self, tokens: DispatchedTokens, weights: ExpertWeights, matmul_mode: MatmulMode) -> None:
+        self.matmul_mode: MatmulMode = matmul_mode
         self.k, self.num_tokens = tokens.experts_Sk.shape[1], len(tokens.x_SM)
         self.num_assignments = tokens.num_assignments
         order_R, inverse_R, self.ends_e = sort_by_expert(tokens.experts_Sk, len(weights.down_eMF))
-        self.is_here_R = tokens.experts_Sk.flatten() >= 0
+        self.is_local_R = tokens.experts_Sk.flatten() >= 0
         if self.num_assignments is None:
             # Only the device knows whether there are assignments without an expert. They count as the last expert's,
             # and their gates of 0 cancel them: cheaper than masking every matmul. A range is written, not an element: a
@@ -129,9 +129,9 @@ class _Permuted:
             self.order_R, self.inverse_R = order_R, inverse_R
         else:
             # Indices of assignments with a local expert; the host does not wait for the device to count them.
-            here_R = torch.nonzero_static(self.is_here_R, size=self.num_assignments).squeeze(-1)
+            local_indices_R = torch.nonzero_static(self.is_local_R, size=self.num_assignments).squeeze(-1)
             self.order_R = order_R[: self.num_assignments]
-            self.inverse_R = inverse_R.index_select(0, here_R)
+            self.inverse_R = inverse_R.index_select(0, local_indices_R)
         self.expert_R = tokens.experts_Sk.flatten().index_select(0, self.order_R).clamp(min=0).long()
 
     def gather(self, source_SX: Tensor) -> Tensor:
@@ -140,12 +140,12 @@ class _Permuted:
 
     def gather_gates(self, gates_Sk: Tensor) -> Tensor:
         """Gather every assignment's gate, 0 without an expert."""
-        return gates_Sk.flatten().where(self.is_here_R, 0).index_select(0, self.order_R)
+        return gates_Sk.flatten().where(self.is_local_R, 0).index_select(0, self.order_R)
 
     def restore_gates(self, values_R: Tensor) -> Tensor:
         """Invert ``gather_gates``."""
         if self.num_assignments is None:
-            return values_R.index_select(0, self.inverse_R).where(self.is_here_R, 0).view(-1, self.k)
+            return values_R.index_select(0, self.inverse_R).where(self.is_local_R, 0).view(-1, self.k)
         return values_R.new_zeros(self.num_tokens * self.k).index_copy_(0, self.order_R, values_R).view(-1, self.k)
 
     def sum_tokens(self, y_RM: Tensor) -> Tensor:
@@ -156,19 +156,19 @@ class _Permuted:
         if self.num_assignments is None:
             return assignments_RM.unflatten(0, (-1, self.k)).sum(1, dtype=sum_dtype)
         # Tokens have unequal numbers of local experts; segments are summed in a fixed order on every device.
-        ends_S = self.is_here_R.view(-1, self.k).sum(1).cumsum(0)
+        ends_S = self.is_local_R.view(-1, self.k).sum(1).cumsum(0)
         offsets = torch.cat((ends_S.new_zeros(1), ends_S))
         return torch.segment_reduce(assignments_RM.to(sum_dtype), "sum", offsets=offsets, axis=0, initial=0)
 
     def multiply(self, x_RI: Tensor, weight_eIO: Tensor) -> Tensor:
         """Multiply every assignment by its expert's weight."""
-        return grouped_rows(x_RI, weight_eIO, self.ends_e, products=self.products)
+        return grouped_rows(x_RI, weight_eIO, self.ends_e, matmul_mode=self.matmul_mode)
 
     def outer(self, dy_RO: Tensor, x_RI: Tensor) -> Tensor:
         """Sum dyᵀ · x per expert."""
-        return grouped_outer(dy_RO, x_RI, self.ends_e, products=self.products)
+        return grouped_outer(dy_RO, x_RI, self.ends_e, matmul_mode=self.matmul_mode)
 
-    def spread(self, bias_eO: Tensor) -> Tensor:
+    def gather_bias(self, bias_eO: Tensor) -> Tensor:
         """Gather the bias for every assignment."""
         return bias_eO.index_select(0, self.expert_R)
 

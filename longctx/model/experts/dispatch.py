@@ -21,7 +21,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from longctx.kernels.processor import Products
+from longctx.kernels.processor import MatmulMode
 
 V = TypeVar("V")
 V_co = TypeVar("V_co", covariant=True)
@@ -129,7 +129,7 @@ class ExpertRun:
     """Tokens of this process that are dispatched at a time, while the previous tile computes; 0 for all at once."""
     recompute: str = "activation"
     """One of ``RECOMPUTE``. With "all", tiles bound backward's memory too, and it dispatches tokens again."""
-    products: Products = "native"
+    matmul_mode: MatmulMode = "native"
     """bfloat16 matmul on a CPU."""
 
 

@@ -15,10 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights
 from longctx.model.experts.compute_cpu import forward_few
 from longctx.model.experts.dispatch import ExpertRun, tiles_of
-from longctx.model.experts.tiles import Routed, backward_tiles, computes_in_blocks, forward_tiles, is_decoding
+from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, Needs
+from longctx.model.experts.tiled_experts import Routed, backward_tiles, computes_in_blocks, forward_tiles, is_decoding
 from longctx.model.recompute import RecomputeCache
 
 
@@ -66,10 +66,10 @@ class Experts(nn.Module):
         only_graph = recompute_cache is not None and recompute_cache.recomputing and not values_again
         call = ExpertsCall(self.activation, run, without_backward=without_backward, only_graph=only_graph)
         if without_backward and not run.dispatcher.is_distributed:
-            weights = Weights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
+            weights = ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
             if computes_in_blocks(x_NM) and is_decoding(experts_Nk, call):
                 # Without messages and saved tensors, the code around a tile takes longer than computing so few tokens.
-                return forward_few(Tokens(x_NM, gates_Nk, experts_Nk, None), weights, call)[0]
+                return forward_few(DispatchedTokens(x_NM, gates_Nk, experts_Nk, None), weights, call)[0]
             return forward_tiles(Routed(x_NM, gates_Nk, experts_Nk), weights, call)[0]
         return _Experts.apply(
             x_NM,
@@ -110,7 +110,7 @@ class _Experts(torch.autograd.Function):
         call: ExpertsCall,
     ) -> Tensor:
         routed = Routed(x_NM, gates_Nk, experts_Nk)
-        weights = Weights(gate_up_eFM, down_eMF, gate_up_bias_eF, down_bias_eM)
+        weights = ExpertWeights(gate_up_eFM, down_eMF, gate_up_bias_eF, down_bias_eM)
         ctx.call, ctx.sizes, ctx.num_saved = call, None, []
         saved: list[Tensor] = []
         if call.only_graph:
@@ -129,7 +129,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout_NM: Tensor):  # type: ignore[override]
         tensors = ctx.saved_tensors  # ZeRO-3 has gathered the weights again by now
-        routed, weights, saved = Routed._make(tensors[:3]), Weights._make(tensors[3:7]), list(tensors[7:])
+        routed, weights, saved = Routed._make(tensors[:3]), ExpertWeights._make(tensors[3:7]), list(tensors[7:])
         del tensors
         x, gates, _, gate_up, down, gate_up_bias, down_bias, _ = ctx.needs_input_grad
         needs = Needs(x, gates, gate_up, down, gate_up_bias, down_bias)

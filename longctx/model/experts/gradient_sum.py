@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.model.experts.call import Needs, Weights
+from longctx.model.experts.experts_call import ExpertWeights, Needs
 
 
 # With one tile an expert's sum is complete before the next expert starts. It is then rounded to the weight's dtype at
@@ -23,7 +23,7 @@ class GradientSum:
         self._weight, self._sum_dtype = weight, accumulate_dtype(weight.dtype)
         self._rounds_each = tiles == 1 and weight.dtype != self._sum_dtype
         self._total: Tensor | None = None
-        self._has_begun = [False] * len(weight)
+        self._is_started = [False] * len(weight)
         self._open: tuple[int, Tensor] | None = None
         """The expert with a sum that is not rounded yet, and its buffer."""
         self._alone: int | None = None
@@ -31,10 +31,10 @@ class GradientSum:
 
     def add_outer(self, expert: int, dy_nO: Tensor, x_nI: Tensor) -> None:
         """Add dyᵀ · x to an expert's gradient."""
-        if self._rounds_each and dy_nO.dtype == self._weight.dtype and not self._has_begun[expert]:
+        if self._rounds_each and dy_nO.dtype == self._weight.dtype and not self._is_started[expert]:
             # This matmul rounds its result already: converting it to float32 and back would take as long again.
             torch.mm(dy_nO.T, x_nI, out=self._whole()[expert])
-            self._has_begun[expert], self._alone = True, expert
+            self._is_started[expert], self._alone = True, expert
             return
         sum_OI, is_first = self._sum_of(expert)
         if dy_nO.dtype != sum_OI.dtype:
@@ -54,7 +54,7 @@ class GradientSum:
         """Add gradients for all experts at once."""
         if self._total is None:
             self._total = of_experts.to(self._total_dtype)
-            self._has_begun = [True] * len(self._weight)
+            self._is_started = [True] * len(self._weight)
         else:
             self._total += of_experts
 
@@ -63,8 +63,8 @@ class GradientSum:
         self._round_open()
         total = self._whole()
         # Memory that was not written holds garbage.
-        for expert, has_begun in enumerate(self._has_begun):
-            if not has_begun:
+        for expert, is_started in enumerate(self._is_started):
+            if not is_started:
                 total[expert].zero_()
         return total.to(self._weight.dtype)
 
@@ -82,8 +82,8 @@ class GradientSum:
 
     def _sum_of(self, expert: int) -> tuple[Tensor, bool]:
         """Return an expert's sum so far, and whether it is still empty, so that its memory holds garbage."""
-        is_first = not self._has_begun[expert]
-        self._has_begun[expert] = True
+        is_first = not self._is_started[expert]
+        self._is_started[expert] = True
         if not self._rounds_each:
             return self._whole()[expert], is_first
         if self._open is None or self._open[0] != expert:
@@ -115,7 +115,7 @@ def _put(total: Tensor, part: Tensor, is_first: bool) -> None:
 
 
 class WeightGradients(NamedTuple):
-    """Gradient sums for ``Weights``; None if no gradient is needed."""
+    """Gradient sums for ``ExpertWeights``; None if no gradient is needed."""
 
     gate_up: GradientSum | None
     down: GradientSum | None
@@ -123,7 +123,7 @@ class WeightGradients(NamedTuple):
     down_bias: GradientSum | None
 
     @classmethod
-    def start(cls, weights: Weights, needs: Needs, *, tiles: int) -> WeightGradients:
+    def start(cls, weights: ExpertWeights, needs: Needs, *, tiles: int) -> WeightGradients:
         """Create empty sums over ``tiles`` tiles."""
 
         def of(weight: Tensor | None, needed: bool) -> GradientSum | None:
@@ -139,7 +139,7 @@ class WeightGradients(NamedTuple):
         )
 
     def results(self) -> list[Tensor | None]:
-        """Return the gradients in the same order as ``Weights``."""
+        """Return the gradients in the same order as ``ExpertWeights``."""
         gradients: list[Tensor | None] = []
         for total in self:
             if total is None:

@@ -145,15 +145,15 @@ class _Logits(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dlogits_NE: Tensor):  # type: ignore[override]
         x_NM, weight_EM = ctx.saved_tensors
-        wide = dlogits_NE.dtype
-        weight = weight_EM.to(wide)
-        chunks = _chunks(x_NM, wide)
+        compute_dtype = dlogits_NE.dtype
+        weight = weight_EM.to(compute_dtype)
+        chunks = _chunks(x_NM, compute_dtype)
         dlogits = dlogits_NE.split([len(chunk) for chunk in chunks])
         dx_NM = _cat([(d @ weight).to(x_NM.dtype) for d in dlogits])
         # One sum over all tokens: chunks are added in float32.
-        dweight_EM = dlogits[0].T @ chunks[0].to(wide)
+        dweight_EM = dlogits[0].T @ chunks[0].to(compute_dtype)
         for d, chunk in zip(dlogits[1:], chunks[1:], strict=True):
-            dweight_EM.addmm_(d.T, chunk.to(wide))
+            dweight_EM.addmm_(d.T, chunk.to(compute_dtype))
         dbias_E = None
         if ctx.bias_dtype is not None:
             dbias_E = dlogits_NE.sum(0).to(ctx.bias_dtype)
@@ -162,16 +162,18 @@ class _Logits(torch.autograd.Function):
 
 def _logits(x_NM: Tensor, weight_EM: Tensor, bias_E: Tensor | None) -> Tensor:
     """Compute x·Wᵀ + b, converting x to float32 chunk by chunk."""
-    wide = accumulate_dtype(x_NM.dtype)
-    weight, bias = as_dtype(weight_EM, wide), bias_E
+    compute_dtype = accumulate_dtype(x_NM.dtype)
+    weight, bias = as_dtype(weight_EM, compute_dtype), bias_E
     if bias is not None:
-        bias = as_dtype(bias, wide)
-    return _cat([nn.functional.linear(as_dtype(chunk, wide), weight, bias) for chunk in _chunks(x_NM, wide)])
+        bias = as_dtype(bias, compute_dtype)
+    return _cat(
+        [nn.functional.linear(as_dtype(chunk, compute_dtype), weight, bias) for chunk in _chunks(x_NM, compute_dtype)]
+    )
 
 
-def _chunks(x_NM: Tensor, wide: torch.dtype) -> tuple[Tensor, ...]:
+def _chunks(x_NM: Tensor, compute_dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Split tokens into chunks that are converted together; one chunk if there is no conversion."""
-    if x_NM.dtype == wide:
+    if x_NM.dtype == compute_dtype:
         return (x_NM,)
     return x_NM.split(max(1, _CHUNK_VALUES // max(1, x_NM.shape[1])))
 
@@ -239,12 +241,12 @@ def router_stats(
     documents_N: Tensor,
     num_documents: int,
     *,
-    counting: bool = True,
+    count_tokens: bool = True,
     z_gradient: bool = True,
 ) -> RouterStats:
     """Compute statistics for these tokens, which chose ``chosen_Nk`` before any choice was dropped.
 
-    Padding has a negative document. Without ``counting``, statistics without a gradient stay 0.
+    Padding has a negative document. Without ``count_tokens``, statistics without a gradient stay 0.
     """
     probs_NE, E = routing.probs_NE, routing.probs_NE.shape[1]
     is_real_N = documents_N >= 0
@@ -259,7 +261,7 @@ def router_stats(
     # Integers, so the order of additions is free; a choice without an expert goes to padding's document.
     counts_SE = chosen_Nk.new_zeros(num_documents + 1, E)
     diagnostics = RouterDiagnostics.none(logits_NE)
-    if counting:
+    if count_tokens:
         count_Nk = (document_N[:, None] * E + chosen_Nk).where(chosen_Nk >= 0, num_documents * E).flatten()
         counts_SE.view(-1).scatter_add_(0, count_Nk, torch.ones_like(count_Nk))
         is_dropped_Nk = (chosen_Nk >= 0) & (routing.experts_Nk < 0)

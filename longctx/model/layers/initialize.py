@@ -82,7 +82,7 @@ class InitialTensor:
             self._std = (3 * config.delta_conv) ** -0.5
         if any(part in name for part in _TO_STREAM):
             self._std /= _sums(name, config) ** 0.5
-        self._drawn, self._block = -1, torch.empty(0)
+        self._block_index, self._block = -1, torch.empty(0)
 
     def read(self, start: int, count: int) -> Tensor:
         """Return ``count`` values from ``start``, float32 on the CPU."""
@@ -115,8 +115,8 @@ class InitialTensor:
 
     def _kept(self, number: int) -> Tensor:
         """Return a block, cached for the range that continues inside it."""
-        if self._drawn != number:
-            self._block, self._drawn = torch.empty(self._size(number)), number
+        if self._block_index != number:
+            self._block, self._block_index = torch.empty(self._size(number)), number
             self._draw(number, self._block)
         return self._block
 

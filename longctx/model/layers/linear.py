@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from longctx.kernels.matmul import linear, linear_graph
-from longctx.kernels.processor import Products
+from longctx.kernels.processor import MatmulMode
 
 
 class Linear(nn.Linear):
     """``nn.Linear`` with weights left for ``Decoder.initialize`` or a state dict to fill."""
 
-    products: Products = "native"
-    """bfloat16 matmul on a CPU; ``set_products`` selects it for an entire model."""
+    matmul_mode: MatmulMode = "native"
+    """bfloat16 matmul on a CPU; ``set_matmul_mode`` selects it for an entire model."""
 
     def forward(self, input: Tensor, *, only_graph: bool = False) -> Tensor:
         """Multiply by the weight; with ``only_graph`` build only the graph and return NaN (``linear_graph``)."""
@@ -25,8 +25,8 @@ class Linear(nn.Linear):
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
         if only_graph:
-            return linear_graph(input, weight, bias, products=self.products)
-        return linear(input, weight, bias, products=self.products)
+            return linear_graph(input, weight, bias, matmul_mode=self.matmul_mode)
+        return linear(input, weight, bias, matmul_mode=self.matmul_mode)
 
     def reset_parameters(self) -> None:
         """Skip PyTorch's initialization."""
@@ -39,11 +39,11 @@ class Embedding(nn.Embedding):
         """Skip PyTorch's initialization."""
 
 
-def set_products(model: nn.Module, products: Products) -> None:
+def set_matmul_mode(model: nn.Module, matmul_mode: MatmulMode) -> None:
     """Select the bfloat16 matmul on a CPU in every linear layer, as ``model.to`` sets a dtype."""
     for module in model.modules():
         if isinstance(module, Linear):
-            module.products = products
+            module.matmul_mode = matmul_mode
 
 
 class Weight(nn.Module):

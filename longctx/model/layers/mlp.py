@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from longctx.architecture.rules import GATED
+from longctx.architecture.model_rules import GATED
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import linear, linear_graph, multiply, multiply_backward, no_values, sum_rows
-from longctx.kernels.processor import Products
+from longctx.kernels.processor import MatmulMode
 from longctx.model.layers.linear import Linear
 
 _gelu_tanh = partial(nn.functional.gelu, approximate="tanh")
@@ -50,7 +50,9 @@ class GatedLinear(Linear):
     def forward(  # type: ignore[override]
         self, gate_NF: Tensor, up_NF: Tensor, kind: str, *, only_graph: bool = False
     ) -> Tensor:
-        return gated_linear(kind, gate_NF, up_NF, self.weight, self.bias, products=self.products, only_graph=only_graph)
+        return gated_linear(
+            kind, gate_NF, up_NF, self.weight, self.bias, matmul_mode=self.matmul_mode, only_graph=only_graph
+        )
 
 
 class FeedForward(nn.Module):
@@ -112,7 +114,7 @@ def gated_linear(
     weight_MF: Tensor,
     bias_M: Tensor | None = None,
     *,
-    products: Products,
+    matmul_mode: MatmulMode,
     only_graph: bool = False,
 ) -> Tensor:
     """Compute (activation(gate) · up) · weightᵀ + bias, [N, M].
@@ -121,14 +123,14 @@ def gated_linear(
     result is NaN (``linear_graph``).
     """
     if not torch.is_grad_enabled():
-        return multiply(gated(kind, gate_NF, up_NF), weight_MF, bias_M, products=products)
+        return multiply(gated(kind, gate_NF, up_NF), weight_MF, bias_M, matmul_mode=matmul_mode)
     # Its gradient uses autograd, which a graph cannot hold; in a graph the partitioner decides what is kept.
     if kind == "swiglu_oai" and torch.compiler.is_compiling():
-        multiplied = linear
+        linear_function = linear
         if only_graph:
-            multiplied = linear_graph
-        return multiplied(gated(kind, gate_NF, up_NF), weight_MF, bias_M, products=products)
-    return _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, kind, products, only_graph)
+            linear_function = linear_graph
+        return linear_function(gated(kind, gate_NF, up_NF), weight_MF, bias_M, matmul_mode=matmul_mode)
+    return _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, kind, matmul_mode, only_graph)
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -142,14 +144,14 @@ class _GatedLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         kind: str,
-        products: Products,
+        matmul_mode: MatmulMode,
         only_graph: bool,
     ) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        ctx.kind, ctx.products = kind, products
+        ctx.kind, ctx.products = kind, matmul_mode
         if only_graph:
             return no_values(gate, weight)
-        return multiply(gated(kind, gate, up), weight, bias, products=products)
+        return multiply(gated(kind, gate, up), weight, bias, matmul_mode=matmul_mode)
 
     @staticmethod
     @once_differentiable
@@ -163,7 +165,7 @@ class _GatedLinear(torch.autograd.Function):
         else:
             inner = gated(ctx.kind, gate, up)
         dinner, dweight = multiply_backward(
-            dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2], products=ctx.products
+            dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2], matmul_mode=ctx.products
         )
         assert dinner is not None
         # Backward's memory peaks after this: five tensors of this size are alive, two of them results.

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from longctx.architecture.layers import LayerSpec
+from longctx.architecture.layer_specs import LayerSpec
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.config import ModelConfig
 from longctx.model.rotary import RotaryTable

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from parallel.comm.messages.kinds import Kind
-from parallel.comm.messages.sums import Sum, bit_sum, mixed, stacked
-from parallel.runtime.spans import DOING
+from parallel.comm.messages.message_checksum import Sum, bit_sum, mixed, stacked
+from parallel.runtime.activity import ACTIVITY
 
 _BITS_32 = (1 << 32) - 1
 
@@ -56,7 +56,7 @@ class Message(NamedTuple):
         return text
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """Message and checksum, as seen by one side."""
 
     message: Message
@@ -73,7 +73,7 @@ class Arrival:
     def note(self, received: Sequence[Sequence[Tensor]]) -> None:
         """Record the received messages; each message's tensors must be contiguous in memory."""
         for message, tensors in zip(self.messages, received, strict=True):
-            self.ledger.received.append(Entry(message, bit_sum(tensors)))
+            self.ledger.received.append(LedgerEntry(message, bit_sum(tensors)))
 
 
 class Ledger:
@@ -81,9 +81,9 @@ class Ledger:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.sent: list[Entry] = []
-        self.received: list[Entry] = []
-        self.sent_before: list[Entry] = []
+        self.sent: list[LedgerEntry] = []
+        self.received: list[LedgerEntry] = []
+        self.sent_before: list[LedgerEntry] = []
         """Messages sent before the last comparison: a late message may deliver their bytes."""
         self.micro_batch = 0
         self._ordinals: Counter[tuple[Kind, int, int]] = Counter()
@@ -107,20 +107,20 @@ class Ledger:
         must not be written to until they are sent. ``layer`` defaults to the one entered last.
         """
         if layer < 0:
-            layer = DOING.layer
+            layer = ACTIVITY.layer
         for receiver, tensors in sent.items():
             message = self._message(kind, self.rank, receiver, layer, hop)
-            self.sent.append(Entry(message, bit_sum(tensors)))
+            self.sent.append(LedgerEntry(message, bit_sum(tensors)))
         return Arrival(self, [self._message(kind, source, self.rank, layer, hop) for source in sources])
 
     def post_same(self, kind: Kind, tensors: Sequence[Tensor], others: Sequence[int], *, layer: int = -1) -> Arrival:
         """Record one content sent to all ``others``, each of which sends its own: ``post`` for an all-gather."""
         if layer < 0:
-            layer = DOING.layer
+            layer = ACTIVITY.layer
         # One checksum, however many receivers.
         total = bit_sum(tensors)
         for receiver in others:
-            self.sent.append(Entry(self._message(kind, self.rank, receiver, layer, -1), total))
+            self.sent.append(LedgerEntry(self._message(kind, self.rank, receiver, layer, -1), total))
         return Arrival(self, [self._message(kind, source, self.rank, layer, -1) for source in others])
 
     def balance(self, device: torch.device) -> Tensor:
@@ -133,7 +133,7 @@ class Ledger:
         difference = sent - received
         return torch.stack((difference & _BITS_32, (difference >> 32) & _BITS_32)).double()
 
-    def settle(self) -> None:
+    def reset(self) -> None:
         """Start with an empty ledger after all ranks have compared."""
         self.sent_before, self.sent, self.received = self.sent, [], []
         self._ordinals.clear()
@@ -143,7 +143,7 @@ class Ledger:
         pair = (kind, sender, receiver)
         ordinal = self._ordinals[pair]
         self._ordinals[pair] = ordinal + 1
-        return Message(kind, sender, receiver, ordinal, DOING.what, self.micro_batch, layer, hop)
+        return Message(kind, sender, receiver, ordinal, ACTIVITY.phase, self.micro_batch, layer, hop)
 
 
 def is_balanced(sums: Tensor) -> bool:
@@ -152,7 +152,7 @@ def is_balanced(sums: Tensor) -> bool:
     return (int(low) + (int(high) << 32)) % (1 << 64) == 0
 
 
-def _digest(entries: Sequence[Entry], device: torch.device) -> Tensor:
+def _digest(entries: Sequence[LedgerEntry], device: torch.device) -> Tensor:
     """Sum all entries, each mixed with its identity, as int64 on ``device``."""
     if not entries:
         return torch.zeros((), dtype=torch.int64, device=device)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from parallel.runtime.watch.door import keep_alive
-from parallel.runtime.watch.failure import FAILED, Failure, Lines, line_of, line_of_key
-from parallel.runtime.watch.hub import died
-from parallel.runtime.watch.options import WatchOptions
+from parallel.runtime.watch.failure import FAILED, Failure, MessageStream, encode_message, line_of_key
 from parallel.runtime.watch.processes import RankProcess
+from parallel.runtime.watch.watch_coordinator import died
+from parallel.runtime.watch.watch_options import WatchOptions
 
 _MEANWHILE_SECONDS = 0.2
 _ANSWER_SECONDS = 3.0
@@ -36,11 +36,11 @@ class Connection:
 
         ``on_question`` is called when the run hangs, with the ranks that are the cause.
         """
-        self._socket, self._rank, self._remark = connection, options.rank, options.remark
+        self._socket, self._rank, self._hint = connection, options.rank, options.hint
         self._on_failure, self._on_question = on_failure, on_question
-        self._sending, self._lines, self._is_over = threading.Lock(), Lines(), False
-        self._heard, self._reported, self._met = threading.Event(), threading.Event(), threading.Event()
-        self.neighbours: list[RankProcess] = []
+        self._send_lock, self._lines, self._is_over = threading.Lock(), MessageStream(), False
+        self._has_failure, self._reported, self._met = threading.Event(), threading.Event(), threading.Event()
+        self.neighbors: list[RankProcess] = []
         """Ranks on this machine, including this one; empty before rendezvous is complete."""
         self.messages = 0
         """Messages received from the coordinator: it is alive as long as this grows."""
@@ -48,7 +48,7 @@ class Connection:
         """The run's first failure, from any rank; None until then."""
         keep_alive(connection)
         own = RankProcess.own(options.rank, options.version)
-        self._hello = line_of_key(key) + line_of("hello", process=vars(own))
+        self._hello = line_of_key(key) + encode_message("hello", process=vars(own))
 
     def start(self) -> None:
         """Identify this rank, and listen: the reply may be the reason why the run ends."""
@@ -57,7 +57,7 @@ class Connection:
 
     def wait(self, seconds: float) -> Failure | None:
         """Return the run's first failure if it is received within ``seconds``."""
-        self._heard.wait(seconds)
+        self._has_failure.wait(seconds)
         return self.first
 
     def wait_met(self, seconds: float, meanwhile: Callable[[], None] | None = None) -> bool:
@@ -71,27 +71,27 @@ class Connection:
                 meanwhile()
         return self._met.is_set()
 
-    def tell(self, kind: str, **values: Any) -> None:
+    def send_message(self, kind: str, **values: Any) -> None:
         """Send the coordinator a message about this rank."""
-        self._send(line_of(kind, **values))
+        self._send(encode_message(kind, **values))
 
     def end_by(self, failure: Failure) -> None:
         """End this process for a reason that the coordinator cannot report."""
         if not self._is_over:
             # If the coordinator resumed, it would take each rank's end for a death.
-            self._send(line_of("failed", **failure.to_values()))
-            self._hear(failure)
+            self._send(encode_message("failed", **failure.to_values()))
+            self._receive_failure(failure)
 
     def announce(self, failure: Failure) -> Failure:
         """Tell all ranks why this one ends; return the run's first failure, which may be another rank's."""
         if self.first is None:
-            self._send(line_of("failed", **failure.to_values()))
-            self._heard.wait(_ANSWER_SECONDS)
+            self._send(encode_message("failed", **failure.to_values()))
+            self._has_failure.wait(_ANSWER_SECONDS)
         return self.first or failure
 
     def reported(self) -> None:
         """Tell all ranks that the user has been informed."""
-        self._send(line_of("reported"))
+        self._send(encode_message("reported"))
 
     def wait_reported(self, seconds: float) -> bool:
         """Return True if rank 0 confirms within ``seconds`` that it has reported."""
@@ -100,7 +100,7 @@ class Connection:
     def leave(self) -> None:
         """Announce that this rank leaves, and stop listening."""
         self._is_over = True
-        self._send(line_of("left"))
+        self._send(encode_message("left"))
 
     def _listen(self) -> None:
         while not self._is_over:
@@ -110,7 +110,9 @@ class Connection:
             if not data:
                 # When rank 0 is done, the coordinator sends "over" before it closes.
                 if not self._is_over:
-                    self._hear(Failure(rank=0, code=FAILED, text=died(0, "", self._remark), silent=True))
+                    self._receive_failure(
+                        Failure(rank=0, code=FAILED, text=died(0, "", self._hint), cannot_report=True)
+                    )
                 return
             for message in self._lines.add(data):
                 self._take(message)
@@ -119,9 +121,9 @@ class Connection:
         kind = message.pop("kind")
         self.messages += 1
         if kind == "failed":
-            self._hear(Failure.from_values(message))
+            self._receive_failure(Failure.from_values(message))
         elif kind == "met":
-            self.neighbours = [RankProcess.from_values(values) for values in message["neighbours"]]
+            self.neighbors = [RankProcess.from_values(values) for values in message["neighbours"]]
             self._met.set()
         elif kind == "explain":
             self._on_question([RankProcess.from_values(values) for values in message["processes"]])
@@ -130,18 +132,18 @@ class Connection:
         elif kind == "over":
             self._is_over = True
 
-    def _hear(self, failure: Failure) -> None:
+    def _receive_failure(self, failure: Failure) -> None:
         if self.first is not None:
             return
         self.first = failure
         # Before the main thread can end: record its state while it was stopped.
         if failure.awaits(self._rank):
             self._on_question([])
-        self._heard.set()
+        self._has_failure.set()
         # In a new thread: this one continues to listen.
         threading.Thread(target=self._on_failure, args=(failure,), name="watch end", daemon=True).start()
 
     def _send(self, message: bytes) -> None:
         # If the coordinator is gone, the listening thread detects it from the connection.
-        with self._sending, contextlib.suppress(OSError):
+        with self._send_lock, contextlib.suppress(OSError):
             self._socket.sendall(message)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallel.runtime.listening import listen, own_address
-from parallel.runtime.watch.failure import Lines, line_of_key
-from parallel.runtime.watch.key import Key
+from parallel.runtime.watch.failure import MessageStream, line_of_key
+from parallel.runtime.watch.key import WatchKey
 
 SEND_SECONDS = 1.0
 """Timeout for sending one message to a rank: messages are small and fit into the system's buffer."""
@@ -37,7 +37,7 @@ class Guest:
     """Connection from one rank, or from an unrelated client."""
 
     socket: socket.socket
-    lines: Lines = field(default_factory=Lines)
+    lines: MessageStream = field(default_factory=MessageStream)
     first: bytes = b""
     """Received bytes of its first line."""
     has_key: bool = False
@@ -45,7 +45,7 @@ class Guest:
     rank: int | None = None
     """None until it has identified itself."""
     host: str = ""
-    opened: float = field(default_factory=time.monotonic)
+    connect_time: float = field(default_factory=time.monotonic)
 
     def messages(self, data: bytes, key: bytes) -> list[dict[str, Any]]:
         """Return the messages that ``data`` completes, after a first line that must be ``key``.
@@ -63,7 +63,7 @@ class Guest:
         rest, self.first, self.has_key = self.first[len(key) :], b"", True
         return self.lines.add(rest)
 
-    def tell(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Send it one line."""
         # If sending fails, the rank is gone, as its closed connection shows, or stopped, as its silence shows.
         with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ class Guest:
 class Door:
     """Listener until all ranks have joined, and all accepted connections."""
 
-    def __init__(self, host: str, key: Key, *, world_size: int, selector: selectors.BaseSelector) -> None:
+    def __init__(self, host: str, key: WatchKey, *, world_size: int, selector: selectors.BaseSelector) -> None:
         """Listen at ``host``; ``selector`` signals new connections and received data."""
         self.key, self._first_line = key, line_of_key(key.value)
         self._most_strangers = world_size + _MOST_STRANGERS
@@ -87,7 +87,7 @@ class Door:
         self._guests: dict[socket.socket, Guest] = {}
         self.by_rank: dict[int, Guest] = {}
 
-    def accept(self) -> None:
+    def admit(self) -> None:
         """Accept a pending connection."""
         with contextlib.suppress(OSError):
             connection, _ = self.listener.accept()
@@ -119,9 +119,9 @@ class Door:
         """Drop connections that stay unidentified for too long, and the oldest if there are too many."""
         oldest = time.monotonic() - _STRANGER_SECONDS
         unknown = [guest for guest in self._guests.values() if guest.rank is None]
-        beyond = max(0, len(unknown) - self._most_strangers)
+        num_excess = max(0, len(unknown) - self._most_strangers)
         for number, guest in enumerate(unknown):
-            if number < beyond or guest.opened < oldest:
+            if number < num_excess or guest.connect_time < oldest:
                 self.drop(guest)
 
     def close_to_strangers(self) -> None:
@@ -138,15 +138,15 @@ class Door:
         for connection in [*self._guests, self.listener]:
             connection.close()
 
-    def tell_all(self, message: bytes) -> None:
+    def broadcast(self, message: bytes) -> None:
         """Send a line to every rank."""
         for guest in list(self.by_rank.values()):
-            guest.tell(message)
+            guest.send(message)
 
-    def tell(self, rank: int, message: bytes) -> None:
+    def send_to(self, rank: int, message: bytes) -> None:
         """Send a line to one rank, if it is connected."""
         if rank in self.by_rank:
-            self.by_rank[rank].tell(message)
+            self.by_rank[rank].send(message)
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-FAILED, INTERRUPTED = 1, 130
+FAILED, SIGINT_CODE = 1, 130
 """Exit codes for a rank that died without a message, and after Ctrl-C."""
 FIRST_ALIVE = -1
 """First running rank on each machine, except rank 0."""
@@ -23,9 +23,9 @@ class Failure:
     """Exit code for every rank."""
     text: str
     """Message to the user; empty if already reported."""
-    alike: bool = False
+    is_shared: bool = False
     """True if every rank is about to end for the same reason: then only rank 0 reports it."""
-    silent: bool = False
+    cannot_report: bool = False
     """True if the rank cannot report it itself, so that another rank must."""
     speaker: int | None = None
     """Rank that reports it on the console if the message is from the watch instead of a rank; ``rank`` is then −1.
@@ -59,7 +59,7 @@ class Failure:
         return values
 
 
-def line_of(kind: str, **values: Any) -> bytes:
+def encode_message(kind: str, **values: Any) -> bytes:
     """Encode a message between a rank and the coordinator: one line of JSON."""
     return (json.dumps({"kind": kind, **values}) + "\n").encode()
 
@@ -69,7 +69,7 @@ def line_of_key(key: str) -> bytes:
     return f"{key}\n".encode()
 
 
-class Lines:
+class MessageStream:
     """Messages in a byte stream."""
 
     def __init__(self) -> None:

@@ -25,12 +25,12 @@ from parallel.runtime.listening import is_one_machine
 
 KEY_VARIABLE = "LONGCTX_WATCH_KEY"
 _FORM = re.compile(r"[0-9a-zA-Z]{16,128}")
-_LOOK_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 """How long a rank polls for a file written on another machine: NFS shows it late."""
 
 
 @dataclass(frozen=True)
-class Key:
+class WatchKey:
     """Key, and the file from which the other ranks read it."""
 
     value: str
@@ -45,7 +45,7 @@ class Key:
                 self.file.parent.rmdir()
 
 
-def handed_key() -> str | None:
+def environment_key() -> str | None:
     """Return the key passed to this rank in the environment, if it is well-formed."""
     value = os.environ.get(KEY_VARIABLE, "")
     if _FORM.fullmatch(value):
@@ -53,14 +53,14 @@ def handed_key() -> str | None:
     return None
 
 
-def new_key() -> Key:
+def new_key() -> WatchKey:
     """Return the key for a new run, on rank 0: the one passed to it, or a new one in a private file.
 
     Without a file if it cannot be written.
     """
-    handed = handed_key()
-    if handed is not None:
-        return Key(handed)
+    from_environment = environment_key()
+    if from_environment is not None:
+        return WatchKey(from_environment)
     value = secrets.token_hex(32)
     folder = None
     if not is_one_machine():
@@ -72,8 +72,8 @@ def new_key() -> Key:
         file = Path(tempfile.mkdtemp(prefix="watch-", dir=folder)) / "key"
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             out.write(value)
-        return Key(value, file)
-    return Key(value)
+        return WatchKey(value, file)
+    return WatchKey(value)
 
 
 def read_key(file: str) -> str | None:
@@ -82,7 +82,7 @@ def read_key(file: str) -> str | None:
     The path comes from the store, which an attacker may have written: text that is not a well-formed key is not
     returned.
     """
-    deadline = time.monotonic() + _LOOK_SECONDS
+    deadline = time.monotonic() + _POLL_SECONDS
     while True:
         with contextlib.suppress(OSError, ValueError):
             with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as read:

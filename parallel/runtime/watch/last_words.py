@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from longctx.untrusted.terminal import spelled
-from parallel.runtime.parents import PDSH, Launcher, is_begun_by_process_1, launcher_above
+from longctx.untrusted.terminal import escape_control_characters
+from parallel.runtime.launcher_processes import PDSH, Launcher, is_started_by_init, launcher_above
 
 _LAUNCHER_SECONDS = 15.0
 """How long the message waits for the launcher to end. The launcher polls its ranks once a second."""
@@ -31,20 +31,20 @@ class _Terminal:
 _terminal: _Terminal | None = None
 
 
-def speak_where_typed(launchers: Sequence[Launcher]) -> None:
+def speak_where_typed(chain: Sequence[Launcher]) -> None:
     """Report on the user's terminal if pdsh on this machine started this rank: pdsh may have ended by then."""
     global _terminal
-    pdsh = next((launcher for launcher in launchers if launcher.what == PDSH), None)
+    pdsh = next((launcher for launcher in chain if launcher.label == PDSH), None)
     if pdsh is None or _terminal is not None:
         return
-    runner = launchers[-1].process.pid
+    runner = chain[-1].process.pid
     # The system refuses for another user's process and for a socket: then use standard error.
     with contextlib.suppress(OSError):
         stream = os.open(f"/proc/{runner}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
         _terminal = _Terminal(stream, pdsh.process.pid)
 
 
-def say(text: str) -> None:
+def print_last_message(text: str) -> None:
     """Write to standard error, below any progress bar; do nothing if ``text`` is empty.
 
     If a launcher started this process, it prints first and ends, so that the user reads ``text`` last. In a container
@@ -56,7 +56,7 @@ def say(text: str) -> None:
     show_cursor = ""
     if sys.stderr.isatty():
         show_cursor = "\x1b[?25h"
-    words = f"{show_cursor}\n{spelled(text)}\n\n"
+    words = f"{show_cursor}\n{escape_control_characters(text)}\n\n"
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
         if not _say_after_launcher(words):
@@ -82,7 +82,7 @@ def _say_after_launcher(words: str) -> bool:
     if (launcher is None and _terminal is None) or sys.stderr is not sys.__stderr__:
         return False
     # In a container all processes end with the launcher, so a process that waits for that end never prints.
-    if is_begun_by_process_1(sys.argv[0]):
+    if is_started_by_init(sys.argv[0]):
         return False
     speaker = str(Path(__file__).with_name("speaker.py"))
     processes, stream = [], None

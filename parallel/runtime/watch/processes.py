@@ -85,31 +85,31 @@ class RankProcess:
         return None
 
 
-def is_first(rank: int, neighbours: Sequence[RankProcess]) -> bool:
+def is_first(rank: int, neighbors: Sequence[RankProcess]) -> bool:
     """Return True if no earlier rank runs on this machine: the first on each reports for a silent rank 0."""
-    return all(process.state() != "running" for process in neighbours if 0 < process.rank < rank)
+    return all(process.state() != "running" for process in neighbors if 0 < process.rank < rank)
 
 
-def wait_until_ended(processes: Sequence[RankProcess], seconds: float) -> None:
+def wait_for_exit(processes: Sequence[RankProcess], seconds: float) -> None:
     """Return once no process in the list runs on this machine, or after ``seconds``."""
     deadline = time.monotonic() + seconds
     while any(process.state() == "running" for process in processes) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def stopped_before_meeting(neighbours: Sequence[RankProcess]) -> list[dict[str, Any]]:
+def stopped_before_rendezvous(neighbors: Sequence[RankProcess]) -> list[dict[str, Any]]:
     """Return stopped ranks in this run under the same launcher; empty after rendezvous."""
     found, names = [], ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
     # After rendezvous, ranks know one another's process ids.
-    if neighbours:
+    if neighbors:
         return []
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(os.getppid()).children():
             # A process may end while it is queried, and another user's process is not readable.
             with contextlib.suppress(psutil.Error, KeyError, ValueError):
-                there = process.environ()
-                if process.status() in _STOPPED and all(there[name] == os.environ[name] for name in names):
-                    found.append(vars(RankProcess.of(process.pid, int(there["RANK"]))))
+                environment = process.environ()
+                if process.status() in _STOPPED and all(environment[name] == os.environ[name] for name in names):
+                    found.append(vars(RankProcess.of(process.pid, int(environment["RANK"]))))
     return found
 
 
@@ -121,9 +121,9 @@ def rouse(processes: Sequence[Mapping[str, Any]]) -> None:
 def kill(processes: Sequence[Mapping[str, Any]], *, after: float) -> None:
     """Kill ranks that have not ended ``after`` seconds: a launcher would wait for them."""
     # Ranks on other machines are ended there.
-    here = [RankProcess.from_values(values) for values in processes]
+    local = [RankProcess.from_values(values) for values in processes]
     deadline = time.monotonic() + after
-    while any(one.state() in ("running", "stopped") for one in here) and time.monotonic() < deadline:
+    while any(one.state() in ("running", "stopped") for one in local) and time.monotonic() < deadline:
         time.sleep(0.02)
     _send(processes, signal.SIGKILL)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parallel.runtime.watch.judge import plural
 from parallel.runtime.watch.processes import RankProcess
+from parallel.runtime.watch.stall_detection import format_ranks
 
 _LINES = 8
 """Maximum hosts listed in a message."""
@@ -33,38 +33,41 @@ class Roll:
             )
         # Keep the first one: it may belong to a running job.
         if process.rank in self.arrivals:
-            there = self.arrivals[process.rank]
+            existing = self.arrivals[process.rank]
             return (
-                f"ClusterError: two processes are rank {process.rank}: {there.pid} on {there.host} and {process.pid} "
+                f"ClusterError: two processes are rank {process.rank}: {existing.pid} on {existing.host} and "
+                f"{process.pid} "
                 f"on {process.host}. Another run may use this port: choose one of its own (--master_port)."
             )
         self.arrivals[process.rank] = process
         return ""
 
-    def differing(self) -> str:
+    def code_mismatch(self) -> str:
         """Return the error text if ranks run different code than rank 0; otherwise empty."""
         others = {r: a for r, a in self.arrivals.items() if a.version != self._version}
         if not others:
             return ""
         lines = [f"  rank 0{self._host(0)}: {self._version}"]
-        lines += [f"  {plural(ranks)} on {host}: {version}" for (host, version), ranks in _by_host(others).items()]
+        lines += [
+            f"  {format_ranks(ranks)} on {host}: {version}" for (host, version), ranks in _by_host(others).items()
+        ]
         return "\n".join(
             [
                 "ClusterError: the ranks run different code:",
-                *_shortened(lines),
+                *_truncate(lines),
                 "Bring every host to the same state of the packages, then start again.",
             ]
         )
 
     def missing(self, seconds: float, address: str) -> str:
         """Return the error text about ranks that did not reach ``address`` within ``seconds``."""
-        absent = [rank for rank in range(self._world_size) if rank not in self.arrivals]
-        hosts = [f"  {plural(ranks)} from {host}" for (host, _), ranks in _by_host(self.arrivals).items()]
+        missing_ranks = [rank for rank in range(self._world_size) if rank not in self.arrivals]
+        hosts = [f"  {format_ranks(ranks)} from {host}" for (host, _), ranks in _by_host(self.arrivals).items()]
         return "\n".join(
             [
-                f"ClusterError: {plural(absent)} of {self._world_size} did not come to {address} within "
+                f"ClusterError: {format_ranks(missing_ranks)} of {self._world_size} did not come to {address} within "
                 f"{seconds:.0f} s. There came:",
-                *_shortened(hosts),
+                *_truncate(hosts),
                 "A rank that is missing ended before, has another --master_addr or --master_port, or cannot reach that "
                 "address.\nIts own output says which. If hosts start slowly, raise run.meet_seconds.",
             ]
@@ -83,7 +86,7 @@ def _by_host(arrivals: Mapping[int, RankProcess]) -> dict[tuple[str, str], list[
     return found
 
 
-def _shortened(lines: list[str]) -> list[str]:
+def _truncate(lines: list[str]) -> list[str]:
     if len(lines) <= _LINES:
         return lines
     return [*lines[:_LINES], f"  … and {len(lines) - _LINES} hosts more"]

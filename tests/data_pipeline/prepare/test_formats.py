@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.build_shards import build_shards
 from data_pipeline.prepare.readers import records
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.reader import ShardSet

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from data_pipeline.inspect import describe, verify
+from data_pipeline.inspect import describe, find_problems
 from data_pipeline.prepare.joining import Join
 from data_pipeline.prepare.sources import open_source
 from longctx.errors import DataError
@@ -75,7 +75,7 @@ def test_shards_that_were_not_fetched_say_so(built: Path, tmp_path: Path):
     (folder / "00000.arrow").write_bytes(POINTER)
     with pytest.raises(DataError, match=r"00000\.arrow is a Git LFS pointer: `git lfs pull`"):
         describe(folder, seq_len=128)
-    assert any("00000.arrow is a Git LFS pointer" in problem for problem in verify(folder))
+    assert any("00000.arrow is a Git LFS pointer" in problem for problem in find_problems(folder))
     (folder / "manifest.json").write_bytes(POINTER)
     with pytest.raises(DataError, match=r"manifest\.json is a Git LFS pointer: `git lfs pull`"):
         describe(folder)

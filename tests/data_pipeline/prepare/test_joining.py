@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.inspect import verify
-from data_pipeline.prepare.build import build_shards
-from data_pipeline.prepare.documents import File, Format, Piece, whole
+from data_pipeline.inspect import find_problems
+from data_pipeline.prepare.build_shards import build_shards
 from data_pipeline.prepare.joining import Join, cut_directories, join_pieces
-from data_pipeline.prepare.parts import deal
+from data_pipeline.prepare.parts import source_parts
 from data_pipeline.prepare.readers import records
+from data_pipeline.prepare.source_items import File, FilePiece, Format, full_piece
 from data_pipeline.prepare.sources import open_source
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
@@ -97,14 +97,14 @@ def test_a_large_directory_is_cut_between_files_and_that_is_said(tree: Path, tok
     assert report.cut_directories["a/"] > 1
     assert "a/" in said[0]
     assert "--join-bytes" in said[0]
-    assert verify(tmp_path / "out") == []
+    assert find_problems(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_bytes_do_not_depend_on_workers(
     tree: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ):
-    monkeypatch.setattr(deal, "PART_BYTES", 20)
+    monkeypatch.setattr(source_parts, "PART_BYTES", 20)
     source = open_source(tree, join=Join(header="# {path}\n"))
     options = {"validation_fraction": 0.0, "shard_tokens": 1}
     report = build_shards(source, tokenizer, tmp_path / "out", workers=workers, **options)
@@ -162,7 +162,7 @@ def test_every_file_is_in_one_document_of_its_directory(drawn, depth: int, most_
         key=lambda file: file.name,
     )
     join = Join(depth=depth, most_bytes=most_bytes)
-    pieces = list(join_pieces(map(whole, files), join))
+    pieces = list(join_pieces(map(full_piece, files), join))
     joined = [piece.joined for piece in pieces if piece.joined is not None]
     assert sorted(file.name for group in joined for file in group.files) == [
         file.name for file in files if file.format.kind == "text"
@@ -172,7 +172,7 @@ def test_every_file_is_in_one_document_of_its_directory(drawn, depth: int, most_
     ]
     assert len({group.name for group in joined}) == len(joined)
     for piece in pieces:
-        assert isinstance(piece, Piece)
+        assert isinstance(piece, FilePiece)
         if piece.joined is None:
             continue
         names = [file.name for file in piece.joined.files]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.inspect import verify
-from data_pipeline.prepare.build import build_shards
+from data_pipeline.inspect import find_problems
+from data_pipeline.prepare.build_shards import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import DataError
@@ -171,9 +171,9 @@ def test_everything_that_was_left_out_is_listed_in_the_shard_folder(tmp_path: Pa
     listed = [json.loads(line) for line in (output / "left_out.jsonl").read_bytes().splitlines()]
     assert [entry["name"] for entry in listed] == [*(f".hidden{i}" for i in range(5)), "b.jsonl:2", "b.jsonl:3"]
     assert listed[5] == {"name": "b.jsonl:2", "reason": "null"}
-    assert verify(output) == []
+    assert find_problems(output) == []
     (output / "left_out.jsonl").write_bytes(b"")
-    assert verify(output) == [f"{output / 'left_out.jsonl'} was changed after it was written."]
+    assert find_problems(output) == [f"{output / 'left_out.jsonl'} was changed after it was written."]
     clean = build_shards(
         open_source(tmp_path / "corpus" / "a.txt"), tokenizer, tmp_path / "clean", validation_fraction=0
     )

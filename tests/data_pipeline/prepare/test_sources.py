@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.prepare.documents import Document
 from data_pipeline.prepare.joining import Join
-from data_pipeline.prepare.reading import Lengths
+from data_pipeline.prepare.source_items import Document
+from data_pipeline.prepare.source_reader import Lengths
 from data_pipeline.prepare.sources import open_source
 from longctx.errors import DataError
 

@@ -11,15 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.prepare import train_tokenizer as training
-from data_pipeline.prepare.build import build_shards
-from data_pipeline.prepare.documents import Document
-from data_pipeline.prepare.sources import Source, open_source
-from data_pipeline.prepare.train_tokenizer import KINDS, Sample, load_sample, sample_file, save_sample, train_tokenizer
+from data_pipeline.prepare.build_shards import build_shards
+from data_pipeline.prepare.source_items import Document
+from data_pipeline.prepare.sources import TextSource, open_source
+from data_pipeline.prepare.train_tokenizer import (
+    KINDS,
+    TextSample,
+    load_sample,
+    sample_file,
+    save_sample,
+    train_tokenizer,
+)
 from longctx.errors import DataError
 from longctx.tokenizer import load_tokenizer
-from longctx.tokenizer.chunks import SPACE_MARK
 from longctx.tokenizer.hard_texts import HARD_TEXTS
 from longctx.tokenizer.sentencepiece_model import DOCUMENT_END, SentencePieceTokenizer
+from longctx.tokenizer.text_chunks import SPACE_MARK
 
 SIZES = {"bpe": 400, "unigram": 380, "word": 320, "char": 330}
 # Words of the corpus, words it never saw, spellings of control symbols, the space mark, and what stands between.
@@ -46,7 +53,7 @@ TEXTS = st.lists(FRAGMENTS | st.text(max_size=3), max_size=20).map("".join)
 
 
 @pytest.fixture(scope="module")
-def documents(source: Source) -> list[Document]:
+def documents(source: TextSource) -> list[Document]:
     return [Document(document.name, document.text[:2500]) for document in itertools.islice(source, 10)]
 
 
@@ -66,8 +73,8 @@ def test_any_text_comes_back_and_makes_no_control_id(models: dict[str, SentenceP
     tokenizer = models[kind]
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    assert tokenizer.spelling is not None
-    assert tokenizer.spelling.spells(ids, text)
+    assert tokenizer.byte_table is not None
+    assert tokenizer.byte_table.matches(ids, text)
     assert not set(ids.tolist()) & {0, tokenizer.document_begin, tokenizer.document_end, tokenizer.padding}
 
 
@@ -167,7 +174,7 @@ class TestGoingOn:
         documents = [*documents, Document("mark", f"a{SPACE_MARK}b")]
         output = tmp_path / "f.model"
         self.interrupt(documents, output, monkeypatch)
-        told: list[tuple[Sample, bool]] = []
+        told: list[tuple[TextSample, bool]] = []
         options = {"vocab_size": 400, "stamp": self.STAMP, "on_sample": lambda *found: told.append(found)}
         train_tokenizer(self.unread(), output, **options)
         ((sample, was_kept),) = told
@@ -205,7 +212,7 @@ class TestGoingOn:
     def test_a_sample_comes_back(self, tmp_path_factory: pytest.TempPathFactory, texts: list[str]):
         path = tmp_path_factory.mktemp("sample") / ".f.sample"
         texts = [text.encode("utf-8", "replace").decode() for text in texts]
-        sample = Sample(texts=texts, documents=9, text_bytes=10, marked=1)
+        sample = TextSample(texts=texts, documents=9, text_bytes=10, marked=1)
         save_sample(path, sample, self.STAMP)
         assert load_sample(path, self.STAMP) == sample
         assert load_sample(path, {}) is None

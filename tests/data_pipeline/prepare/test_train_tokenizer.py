@@ -6,13 +6,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from data_pipeline.prepare.documents import Document
-from data_pipeline.prepare.sources import Source
-from data_pipeline.prepare.train_tokenizer import SMALLEST_VOCAB_SIZE, train_tokenizer
+from data_pipeline.prepare.source_items import Document
+from data_pipeline.prepare.sources import TextSource
+from data_pipeline.prepare.train_tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
-from longctx.tokenizer.chunks import SPACE_MARK
 from longctx.tokenizer.sentencepiece_model import DOCUMENT_END
+from longctx.tokenizer.text_chunks import SPACE_MARK
 
 WORDS = [
     "river",
@@ -44,12 +44,12 @@ def test_digits_stand_alone(tokenizer: Tokenizer):
     assert len(tokenizer.encode("2026")) >= 4
 
 
-def test_training_writes_nothing_to_the_terminal(source: Source, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_training_writes_nothing_to_the_terminal(source: TextSource, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     train_tokenizer(source, tmp_path / "a.model", vocab_size=400)
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_large_corpus_is_sampled_by_hash_and_not_by_order(source: Source, tmp_path: Path):
+def test_a_large_corpus_is_sampled_by_hash_and_not_by_order(source: TextSource, tmp_path: Path):
     documents = list(source)
 
     def train(name: str, **options) -> bytes:
@@ -64,9 +64,9 @@ def test_a_large_corpus_is_sampled_by_hash_and_not_by_order(source: Source, tmp_
     assert calls[-1] == (len(documents), sum(len(d.text.encode()) for d in documents))
 
 
-def test_a_vocabulary_that_does_not_fit_names_one_that_does(source: Source, tmp_path: Path):
+def test_a_vocabulary_that_does_not_fit_names_one_that_does(source: TextSource, tmp_path: Path):
     output = tmp_path / "bad.model"
-    with pytest.raises(DataError, match=f"vocab_size=100 leaves no room.*Try {SMALLEST_VOCAB_SIZE}"):
+    with pytest.raises(DataError, match=f"vocab_size=100 leaves no room.*Try {MIN_VOCAB_SIZE}"):
         train_tokenizer(source, output, vocab_size=100)
     with pytest.raises(DataError, match=r"vocab_size=270 is less than .*\nTry (\d+) or more") as caught:
         train_tokenizer(source, output, vocab_size=270)
@@ -123,7 +123,7 @@ def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer):
         tokenizer.encode("half \ud800")
 
 
-def test_an_output_that_cannot_be_written_says_why(source: Source, tmp_path: Path):
+def test_an_output_that_cannot_be_written_says_why(source: TextSource, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"could not be written .*\n.*already stands there"):
         train_tokenizer(source, tmp_path / "file" / "a.model", vocab_size=400)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.prepare.documents import Document
+from data_pipeline.prepare.source_items import Document
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.prepare.train_wordpiece import SPECIAL_TOKENS
 from longctx.errors import DataError
@@ -26,7 +26,7 @@ def test_bert_reads_it_as_we_do_and_both_frame_a_text(tmp_path: Path):
     assert tokenizer.vocab_size == 120
     assert [tokenizer.piece(token) for token in range(5)] == list(SPECIAL_TOKENS)
     assert tokenizer.special.mask == 4
-    assert (tokenizer.begins_with.tolist(), tokenizer.ends_with.tolist()) == ([2], [3])
+    assert (tokenizer.prefix_ids.tolist(), tokenizer.suffix_ids.tolist()) == ([2], [3])
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join(tokenizer.piece(token) for token in range(120)))
     theirs = transformers.BertTokenizer(str(vocabulary))
@@ -35,7 +35,7 @@ def test_bert_reads_it_as_we_do_and_both_frame_a_text(tmp_path: Path):
 
 
 def test_case_and_accents_are_kept_if_asked(tmp_path: Path):
-    cased = train_tokenizer(documents(), tmp_path / "t.json", vocab_size=140, kind="wordpiece", cased=True)
+    cased = train_tokenizer(documents(), tmp_path / "t.json", vocab_size=140, kind="wordpiece", keep_case=True)
     plain = train_tokenizer(documents(), tmp_path / "p.json", vocab_size=120, kind="wordpiece")
     for tokenizer, wanted in ((cased, "FERMÉ"), (plain, "ferme")):
         assert tokenizer.decode(tokenizer.encode("FERMÉ")) == wanted
@@ -75,7 +75,7 @@ def test_a_size_that_does_not_fit_names_one_that_does(tmp_path: Path):
         ({"kind": "wordpiece", "fim": True}, "--fim goes with SentencePiece"),
         ({"kind": "wordpiece", "sentinels": 3}, "--sentinels 3 goes with SentencePiece"),
         ({"kind": "wordpiece", "mask": True}, "--mask is part of --kind wordpiece"),
-        ({"kind": "bpe", "cased": True}, "--cased is for --kind wordpiece"),
+        ({"kind": "bpe", "keep_case": True}, "--cased is for --kind wordpiece"),
     ],
 )
 def test_what_a_kind_does_not_have_is_refused(tmp_path: Path, options, said):

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.inspect import describe, verify
+from data_pipeline.inspect import describe, find_problems
 from data_pipeline.loader import build_loader
-from data_pipeline.prepare.build import build_shards
-from data_pipeline.prepare.publish import pack
-from data_pipeline.prepare.sources import Source
+from data_pipeline.prepare.build_shards import build_shards
+from data_pipeline.prepare.publish import pack_folder
+from data_pipeline.prepare.sources import TextSource
 from data_pipeline.prepare.without import leave_out
 from data_pipeline.shards.manifest import VALIDATION_FOLDER, Manifest, hash_json
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.verify import open_verified
+from data_pipeline.shards.shard_verification import open_validated
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
 from tests.data_pipeline.lengths import lengths_of, read_all, write_lengths
@@ -24,7 +24,7 @@ from tests.data_pipeline.prepare.parts.conftest import content
 BAD = "00001.arrow"
 
 
-def rebuild(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+def rebuild(source: TextSource, tokenizer: Tokenizer, folder: Path) -> None:
     build_shards(source, tokenizer, folder, validation_fraction=0.2, shard_tokens=20_000, overwrite=True)
 
 
@@ -47,10 +47,10 @@ def test_the_others_are_read_as_ever(damaged: Path, state: str):
     found = leave_out(damaged, [BAD])
     entry = shards.manifest.shards[1]
     assert (found.shards, found.documents, found.tokens) == ((BAD,), entry.documents, entry.tokens)
-    after = open_verified(damaged, whole=True)
+    after = open_validated(damaged, whole=True)
     assert [after.name(number) for number in range(after.num_documents)] == names
     assert [after.document(number).tolist() for number in range(after.num_documents)] == tokens
-    assert verify(damaged) == []
+    assert find_problems(damaged) == []
     next(build_loader(damaged, seq_len=512, rows_per_step=1))
     if state == "whole":
         changed = {name for name, raw in content(damaged).items() if before[name] != raw}
@@ -82,7 +82,7 @@ def test_held_out_documents_are_a_folder_of_their_own(tokenizer: Tokenizer, tmp_
     leave_out(held_out, [BAD])
     assert Manifest.load(tmp_path / "shards").hash == before
     assert ShardSet.open(held_out).num_documents == 1
-    assert verify(tmp_path / "shards") == []
+    assert find_problems(tmp_path / "shards") == []
 
 
 def test_a_checkpoint_of_the_folder_before_is_refused(damaged: Path):
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_the_folder_before_is_refused(damaged: Path):
         build_loader(damaged, seq_len=512, rows_per_step=1).load_state_dict(state)
 
 
-def test_building_again_writes_a_lost_shard_bit_for_bit(damaged: Path, source: Source, tokenizer: Tokenizer):
+def test_building_again_writes_a_lost_shard_bit_for_bit(damaged: Path, source: TextSource, tokenizer: Tokenizer):
     whole, read = content(damaged), read_all(ShardSet.open(damaged))
     (damaged / BAD).unlink()
     rebuild(source, tokenizer, damaged)
@@ -130,14 +130,14 @@ def test_another_lost_shard_is_named(damaged: Path):
 
 def test_a_packed_folder_is_refused(damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
-    pack(damaged, tmp_path / "packed", overwrite=False, say=lambda _: None)
+    pack_folder(damaged, tmp_path / "packed", overwrite=False, say=lambda _: None)
     with pytest.raises(DataError, match="is packed"):
         leave_out(tmp_path / "packed", [BAD])
     # One that is made without it is read like any other.
     leave_out(damaged, [BAD])
-    pack(damaged, tmp_path / "again", overwrite=False, say=lambda _: None)
+    pack_folder(damaged, tmp_path / "again", overwrite=False, say=lambda _: None)
     assert read_all(ShardSet.open(tmp_path / "again")) == read_all(ShardSet.open(damaged))
-    assert verify(tmp_path / "again") == []
+    assert find_problems(tmp_path / "again") == []
 
 
 def test_a_manifest_that_cannot_be_written_stays_as_it_was(damaged: Path, monkeypatch: pytest.MonkeyPatch):
@@ -166,9 +166,9 @@ def test_a_list_of_an_earlier_release_is_not_read_over_in_silence(damaged: Path,
     (damaged / "exclusions.json").write_text("{}")
     with pytest.raises(DataError, match=r"exclusions\.json leaves shards out, and this release reads no such list"):
         ShardSet.open(damaged)
-    (problem,) = verify(damaged)
+    (problem,) = find_problems(damaged)
     assert "exclusions.json" in problem
     with pytest.raises(DataError, match=r"exclusions\.json"):
         leave_out(damaged, [BAD])
     with pytest.raises(DataError, match=r"exclusions\.json"):
-        pack(damaged, damaged.parent / "packed", overwrite=False, say=print)
+        pack_folder(damaged, damaged.parent / "packed", overwrite=False, say=print)

@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.inspect import describe, describe_mixture, sample_rows, show_row
+from data_pipeline.inspect import decode_rows, describe, describe_mixture, show_row
 from data_pipeline.loader import Loader, build_loader, build_validation_loader
-from data_pipeline.prepare.sources import Source
+from data_pipeline.prepare.sources import TextSource
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
-from data_pipeline.rows import blocks
-from data_pipeline.rows.blocks import BlockPlanner, Deal
+from data_pipeline.rows import epoch_blocks
+from data_pipeline.rows.epoch_blocks import BlockAssignment, BlockPlanner
 from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.order import FolderOrder
 from data_pipeline.rows.pack import Packing
-from data_pipeline.rows.segments import SegmentRule
-from data_pipeline.rows.sides import Sides, documents_in, sides_of
-from data_pipeline.rows.spans import SpanRule
-from data_pipeline.rows.survey import survey
+from data_pipeline.rows.row_preview import preview_rows
+from data_pipeline.rows.row_reader import RowReader, documents_in, reader_options_for
+from data_pipeline.rows.span_corruption import SpanRule
+from data_pipeline.rows.text_segments import SegmentRule
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.writer import EncodedDocument, ShardWriter
+from data_pipeline.shards.shard_writer import EncodedDocument, ShardWriter
 from longctx.errors import ConfigError
 from longctx.tokenizer import Tokenizer
 from tests.data_pipeline.lengths import write_lengths
@@ -51,12 +51,12 @@ def write_pairs(folder: Path, tokenizer: Tokenizer, sizes: list[tuple[int, int]]
 
 
 @pytest.fixture(scope="module")
-def wordpiece(source: Source, tmp_path_factory) -> Tokenizer:
+def wordpiece(source: TextSource, tmp_path_factory) -> Tokenizer:
     return train_tokenizer(source, tmp_path_factory.mktemp("counts") / "t.json", vocab_size=400, kind="wordpiece")
 
 
 @pytest.fixture(scope="module")
-def folders(source: Source, tokenizer: Tokenizer, wordpiece: Tokenizer, tmp_path_factory) -> dict[str, Path]:
+def folders(source: TextSource, tokenizer: Tokenizer, wordpiece: Tokenizer, tmp_path_factory) -> dict[str, Path]:
     """A folder for each kind, of long and short documents; 1 in 20 pairs is too long."""
     place, rng = tmp_path_factory.mktemp("counts"), np.random.default_rng(0)
     marked = train_tokenizer(source, place / "t.model", vocab_size=400, sentinels=20)
@@ -88,8 +88,8 @@ def test_tokens_of_a_run_are_those_of_its_rows(folders, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_estimate_is_within_a_tenth_of_what_there_is(folders, kind, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(blocks, "MIN_DOCUMENTS", 150)
-    monkeypatch.setattr(blocks, "MIN_ROWS", 20)
+    monkeypatch.setattr(epoch_blocks, "MIN_DOCUMENTS", 150)
+    monkeypatch.setattr(epoch_blocks, "MIN_ROWS", 20)
     planner = BlockPlanner(ShardSet.open(folders[kind]), **OPTIONS[kind])
     assert planner.num_blocks == 4
     exact, report = planner.report(documents=600), planner.report()
@@ -117,10 +117,10 @@ def test_a_survey_has_the_lengths_that_a_loader_reads(folders, kind):
 
     options = {"source_seq_len": 0, "packing": Packing()} | OPTIONS[kind]
     shards, lengths = ShardSet.open(folders[kind]), (SEQ_LEN, options["source_seq_len"])
-    of_sides = sides_of([shards], options["packing"], *lengths, seed=0)
-    sides = Sides(documents_in([shards]), SEQ_LEN, source_seq_len=lengths[1], **of_sides)
-    dealt = MicroBatches.deal(1, most_rows=1)
-    survey(FolderOrder(shards, **options), sides, dealt, cost, documents=1, steps=5)
+    of_sides = reader_options_for([shards], options["packing"], *lengths, seed=0)
+    sides = RowReader(documents_in([shards]), SEQ_LEN, source_seq_len=lengths[1], **of_sides)
+    dealt = MicroBatches.assign(1, most_rows=1)
+    preview_rows(FolderOrder(shards, **options), sides, dealt, cost, documents=1, steps=5)
     loader = loader_of(folders, kind)
     for found in asked:
         batch = next(loader)
@@ -149,7 +149,7 @@ def test_pairs_of_which_none_fits_are_refused_with_lengths_that_do(folders):
         "the run's first lines": loader.pack_report,
         "its first row": lambda: next(loader),
         "validation": lambda: build_validation_loader(folder, **asked),
-        "a sample": lambda: next(sample_rows(folder, rows=1, **asked)),
+        "a sample": lambda: next(decode_rows(folder, rows=1, **asked)),
         "a row": lambda: show_row(folder, row=0, **asked),
     }
     for where, call in raising.items():
@@ -168,11 +168,11 @@ def test_pairs_of_which_none_fits_are_refused_with_lengths_that_do(folders):
 
 def test_blocks_without_a_row_are_passed_over(tokenizer, tmp_path):
     shards = write_pairs(tmp_path / "late", tokenizer, [(100, 9)] * 6 + [(5, 9)] * 3)
-    planner = BlockPlanner(shards, SEQ_LEN, source_seq_len=SOURCE_SEQ_LEN, shuffle=False, deal=Deal(3))
+    planner = BlockPlanner(shards, SEQ_LEN, source_seq_len=SOURCE_SEQ_LEN, shuffle=False, assignment=BlockAssignment(3))
     assert [planner.plan(0, block).num_rows for block in range(3)] == [0, 0, 1]
     report = planner.report()
     assert (report.rows, report.pairs_left_out, report.exact) == (1, 6, True)
-    order = FolderOrder(shards, SEQ_LEN, source_seq_len=SOURCE_SEQ_LEN, shuffle=False, deal=Deal(3))
+    order = FolderOrder(shards, SEQ_LEN, source_seq_len=SOURCE_SEQ_LEN, shuffle=False, assignment=BlockAssignment(3))
     assert [len(row) for row in order.first_rows(2)] == [3, 3]
 
 
@@ -196,7 +196,7 @@ def test_a_mixture_of_pairs_is_refused_at_once(folders, tmp_path):
         lambda: describe_mixture(mixture),
         lambda: build_loader(mixture, seq_len=64, rows_per_step=1),
         lambda: build_validation_loader(mixture, seq_len=64),
-        lambda: next(sample_rows(mixture, seq_len=64, rows=1)),
+        lambda: next(decode_rows(mixture, seq_len=64, rows=1)),
     ):
         with pytest.raises(ConfigError, match=said):
             call()

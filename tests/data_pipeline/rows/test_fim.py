@@ -12,16 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.inspect import sample_rows
+from data_pipeline.inspect import decode_rows
 from data_pipeline.loader import build_loader, open_order
-from data_pipeline.prepare.build import build_shards
-from data_pipeline.prepare.sources import Source
+from data_pipeline.prepare.build_shards import build_shards
+from data_pipeline.prepare.sources import TextSource
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
-from data_pipeline.rows.batches import Share
-from data_pipeline.rows.filled import FimDocuments
 from data_pipeline.rows.fim import MIN_BODY, Fim, FimRule
+from data_pipeline.rows.fim_documents import FimDocuments
 from data_pipeline.rows.pack import Packing
-from data_pipeline.rows.sides import documents_in
+from data_pipeline.rows.row_batches import Share
+from data_pipeline.rows.row_reader import documents_in
 from data_pipeline.shards.reader import Corpus, ShardSet
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
@@ -31,13 +31,13 @@ SEQ_LEN = 256
 
 
 @pytest.fixture(scope="module")
-def marked(source: Source, tmp_path_factory) -> Tokenizer:
+def marked(source: TextSource, tmp_path_factory) -> Tokenizer:
     """A tokenizer with ids for prefix, suffix and middle."""
     return train_tokenizer(source, tmp_path_factory.mktemp("fim") / "t.model", vocab_size=400, fim=True)
 
 
 @pytest.fixture(scope="module")
-def folder(source: Source, marked: Tokenizer, tmp_path_factory) -> Path:
+def folder(source: TextSource, marked: Tokenizer, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("fim") / "shards"
     build_shards(source, marked, folder, validation_fraction=0.2, shard_tokens=20_000)
     return folder
@@ -174,7 +174,7 @@ def test_a_source_of_a_mixture_may_have_its_own_share(folder, marked, tmp_path):
         source.format(name="code", path=folder) + "fim_rate = 1.0\n" + source.format(name="prose", path=folder)
     )
     folders, order = open_order(path, SEQ_LEN, packing=packing(0.0))
-    documents, corpus = documents_in(folders, order.fims), Corpus(folders)
+    documents, corpus = documents_in(folders, order.fim_by_folder), Corpus(folders)
     middle = marked.special.fim.middle  # type: ignore[union-attr]
     seen = set()
     rows, _ = order.rows(order.start(), 30)
@@ -206,7 +206,7 @@ def mixture_of(folder: Path, path: Path, lengths: list[int], *, epochs: str = "e
 def pieces_of(path: Path, rule: FimRule, count: int = 1 << 30) -> list[list[int]]:
     """The tokens of each piece of a mixture's rows, until it is used up."""
     folders, order = open_order(path, SEQ_LEN, packing=Packing(fim=rule))
-    documents, at, found = documents_in(folders, order.fims), order.start(), []
+    documents, at, found = documents_in(folders, order.fim_by_folder), order.start(), []
     try:
         while at.rows_consumed < count:
             (row,), at = order.rows(at, 1)
@@ -332,7 +332,7 @@ def test_stages_may_change_as_long_as_they_cut_no_segment(folder, tmp_path):
 
 def test_rows_are_shown_as_they_are_read(folder):
     plain, filled = (
-        "".join(sample_rows(folder, seq_len=SEQ_LEN, rows=3, packing=packing(rate))) for rate in (0.0, 1.0)
+        "".join(decode_rows(folder, seq_len=SEQ_LEN, rows=3, packing=packing(rate))) for rate in (0.0, 1.0)
     )
     assert not any(mark in plain for mark in FIM_TOKENS)
     assert len({filled.count(mark) for mark in FIM_TOKENS}) == 1

@@ -15,7 +15,7 @@ from data_pipeline.rows.micro_batches import MicroBatches, balanced
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 9))
 def test_every_row_once_in_order_and_as_equal_as_they_can_be(rows_of_rank, most_rows, data_degree):
     rows_per_step = rows_of_rank * data_degree
-    dealt = MicroBatches.deal(rows_per_step, most_rows=most_rows, data_degree=data_degree)
+    dealt = MicroBatches.assign(rows_per_step, most_rows=most_rows, data_degree=data_degree)
     rows = [
         row for number in range(len(dealt)) for data_rank in range(data_degree) for row in dealt.rows(number, data_rank)
     ]
@@ -31,14 +31,14 @@ def test_every_row_once_in_order_and_as_equal_as_they_can_be(rows_of_rank, most_
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 9))
 def test_to_deal_by_the_largest_gives_the_same(rows_of_rank, most_rows, data_degree):
     """A run's settled config has the rows of its largest micro-batch and nothing else."""
-    dealt = MicroBatches.deal(rows_of_rank * data_degree, most_rows=most_rows, data_degree=data_degree)
-    again = MicroBatches.deal(rows_of_rank * data_degree, most_rows=dealt.largest, data_degree=data_degree)
+    dealt = MicroBatches.assign(rows_of_rank * data_degree, most_rows=most_rows, data_degree=data_degree)
+    again = MicroBatches.assign(rows_of_rank * data_degree, most_rows=dealt.largest, data_degree=data_degree)
     assert again == dealt
 
 
 def loads_of(costs: list[int], dealt: MicroBatches, *, lockstep: bool = False) -> np.ndarray:
     """Work by data rank and micro-batch."""
-    places = balanced(costs, dealt, lockstep=lockstep)
+    places = balanced(costs, dealt, sync_per_micro_batch=lockstep)
     return np.array(
         [
             [sum(costs[places[place]] for place in dealt.rows(number, rank)) for number in range(len(dealt))]
@@ -64,7 +64,7 @@ def draw_costs(data, count: int) -> list[int]:
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), **STEPS)
 def test_every_row_once_and_no_exchange_would_leave_ranks_more_even(data, ranks, rows, most):
-    dealt = MicroBatches.deal(rows * ranks, most_rows=most, data_degree=ranks)
+    dealt = MicroBatches.assign(rows * ranks, most_rows=most, data_degree=ranks)
     costs = draw_costs(data, rows * ranks)
     assert sorted(balanced(costs, dealt)) == list(range(rows * ranks))
     loads = loads_of(costs, dealt)
@@ -83,9 +83,9 @@ def test_every_row_once_and_no_exchange_would_leave_ranks_more_even(data, ranks,
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), **STEPS)
 def test_in_lockstep_the_costliest_rows_come_first(data, ranks, rows, most):
-    dealt = MicroBatches.deal(rows * ranks, most_rows=most, data_degree=ranks)
+    dealt = MicroBatches.assign(rows * ranks, most_rows=most, data_degree=ranks)
     costs = draw_costs(data, rows * ranks)
-    places = balanced(costs, dealt, lockstep=True)
+    places = balanced(costs, dealt, sync_per_micro_batch=True)
     assert sorted(places) == list(range(rows * ranks))
     sums = loads_of(costs, dealt, lockstep=True).sum(1)
     # Ranks differ by no more than the costliest row.
@@ -100,7 +100,7 @@ def test_in_lockstep_the_costliest_rows_come_first(data, ranks, rows, most):
 @settings(max_examples=60, deadline=None)
 @given(costs=st.lists(st.integers(0, 100), min_size=6, max_size=6))
 def test_in_lockstep_ranks_wait_as_little_as_any_order_has_them(costs):
-    dealt = MicroBatches.deal(6, most_rows=1, data_degree=2)
+    dealt = MicroBatches.assign(6, most_rows=1, data_degree=2)
     waited = loads_of(costs, dealt, lockstep=True).max(0).sum()
     orders = (zip(order[::2], order[1::2], strict=True) for order in permutations(costs))
     assert waited == min(sum(max(pair) for pair in order) for order in orders)
@@ -108,19 +108,19 @@ def test_in_lockstep_ranks_wait_as_little_as_any_order_has_them(costs):
 
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_one_rank_takes_rows_in_their_order(lockstep):
-    dealt = MicroBatches.deal(7, most_rows=2)
-    assert balanced([3, 1, 4, 1, 5, 9, 2], dealt, lockstep=lockstep) == list(range(7))
+    dealt = MicroBatches.assign(7, most_rows=2)
+    assert balanced([3, 1, 4, 1, 5, 9, 2], dealt, sync_per_micro_batch=lockstep) == list(range(7))
 
 
 def test_in_lockstep_rows_of_like_work_meet_and_the_costliest_goes_to_whoever_has_least():
-    dealt = MicroBatches.deal(4, most_rows=1, data_degree=2)
+    dealt = MicroBatches.assign(4, most_rows=1, data_degree=2)
     # Rank 0 takes 9 and then 1; rank 1 takes 8 and then 5.
-    assert [[9, 5, 1, 8][row] for row in balanced([9, 5, 1, 8], dealt, lockstep=True)] == [9, 8, 1, 5]
+    assert [[9, 5, 1, 8][row] for row in balanced([9, 5, 1, 8], dealt, sync_per_micro_batch=True)] == [9, 8, 1, 5]
 
 
 def test_equal_rows_keep_their_order():
-    dealt = MicroBatches.deal(6, most_rows=3, data_degree=2)
-    assert balanced([7] * 6, dealt, lockstep=True) == [0, 2, 4, 1, 3, 5]
+    dealt = MicroBatches.assign(6, most_rows=3, data_degree=2)
+    assert balanced([7] * 6, dealt, sync_per_micro_batch=True) == [0, 2, 4, 1, 3, 5]
     assert balanced([7] * 6, dealt) == [0, 2, 4, 1, 3, 5]
 
 
@@ -136,7 +136,7 @@ def test_long_documents_leave_ranks_even(seed):
             lengths.append(length)
             left -= length
         costs.append(sum(n * (61_000 + n) for n in lengths))
-    dealt = MicroBatches.deal(64, most_rows=1, data_degree=8)
+    dealt = MicroBatches.assign(64, most_rows=1, data_degree=8)
     for lockstep, most in ((False, 1.003), (True, 1.05)):
         sums = loads_of(costs, dealt, lockstep=lockstep).sum(1)
         assert sums.max() / sums.mean() <= most

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.rows.blocks import PackReport
+from data_pipeline.rows.epoch_blocks import PackReport
 from data_pipeline.rows.pack import Packing, Parts, RowPlan, plan_parts
 from longctx.errors import ConfigError
 from tests.data_pipeline.lengths import plan_rows

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.loader import build_loader, build_validation_loader
-from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.build_shards import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
-from data_pipeline.rows.batches import Share
 from data_pipeline.rows.pack import Packing, Parts, plan_parts
+from data_pipeline.rows.row_batches import Share
 from data_pipeline.shards.reader import ShardSet, SourceSide
 from longctx.batch import IGNORED_TARGET
-from longctx.compact_batch import looked_up
+from longctx.compact_batch import unpack_by_lookup
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
 from parallel.layout.sequence import SequenceLayout
@@ -78,7 +78,7 @@ def test_both_sides_come_back(pairs: Path, own: Tokenizer, folder: Path):
         ]
         assert [len(x) for x in sides[1]] == SourceSide(split).lengths_of(numbers).tolist()
         found += [(own.decode(source), own.decode(target)) for target, source in zip(*sides, strict=True)]
-        assert all(target[0] == own.begins_with[0] and target[-1] == own.ends_with[0] for target in sides[0])
+        assert all(target[0] == own.prefix_ids[0] and target[-1] == own.suffix_ids[0] for target in sides[0])
     assert sorted(found) == sorted((row["en"], row["de"]) for row in sentences(300))
 
 
@@ -118,7 +118,7 @@ def test_rows_have_both_sides_of_the_same_pairs(folder: Path, own: Tokenizer):
         assert batch.tokens.shape == (3, SEQ_LEN)
         assert source.tokens.shape == (3, SOURCE_SEQ_LEN)
         assert batch.documents.num_documents == source.documents.num_documents
-        assert source.following is None
+        assert source.next_token_ids is None
         ids, source_ids = batch.document_ids.flatten(), source.document_ids.flatten()
         assert set(ids[ids >= 0].tolist()) == set(source_ids[source_ids >= 0].tolist())
         for n in set(ids[ids >= 0].tolist()):
@@ -153,7 +153,7 @@ def test_a_rank_reads_its_part_of_both_sides(folder: Path, layout, degree):
                     assert torch.equal(mine.per_token()[name], mine.placement.split(x, rank, 1)), name
             # Padding is attended to as well, so its lengths cost what others' do.
             assert part.source_lengths == batch.source.documents.lengths
-            found = looked_up(part.share.source, "cpu")
+            found = unpack_by_lookup(part.share.source, "cpu")
             assert torch.equal(found["tokens"].view(1, -1), got.source.tokens)
             assert torch.equal(found["document_ids"].view(1, -1), got.source.document_ids)
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from data_pipeline.loader import build_loader
-from data_pipeline.rows.batches import build_batch
 from data_pipeline.rows.pack import Row
-from data_pipeline.shards import stamps
+from data_pipeline.rows.row_batches import build_batch
+from data_pipeline.shards import file_states
 from data_pipeline.shards.reader import ShardSet, shard_tokens
 from data_pipeline.texts import read_texts
 from longctx.errors import DataError
@@ -65,7 +65,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_every_way_to_read_it_names_the_file(
     folder: Path, change: str, has_sums: bool, is_local: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(stamps, "_mount_of", lambda device: ("ext4" if is_local else "nfs", ""))
+    monkeypatch.setattr(file_states, "_mount_of", lambda device: ("ext4" if is_local else "nfs", ""))
     if not has_sums:
         if change == "written to":
             pytest.skip("nothing vouches for what is written there")

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.inspect import describe, verify
+from data_pipeline.inspect import describe, find_problems
 from data_pipeline.prepare.without import leave_out
 from data_pipeline.shards.manifest import Manifest
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.writer import runs_of
+from data_pipeline.shards.shard_writer import runs_of
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
 from tests.bounded import refusal
@@ -46,21 +46,21 @@ def test_a_folder_is_read_as_it_was_written(folder: Path):
     shards = ShardSet.open(folder)
     total = 0
     for number, length in enumerate(LENGTHS):
-        bounds = shards.counted(number)
+        bounds = shards.target_runs(number)
         assert bounds is not None
         assert (np.diff(bounds) > 0).all()
         assert bounds.max(initial=0) <= length
         total += int(bounds[1::2].sum() - bounds[::2].sum())
-    assert total == shards.manifest.counted == describe(folder).counted_tokens
+    assert total == shards.manifest.num_targets == describe(folder).counted_tokens
     assert 0 < total < sum(LENGTHS)
-    assert verify(folder) == []
+    assert find_problems(folder) == []
 
 
 def test_plain_pyarrow_reads_the_runs(folder: Path):
     with pa.memory_map(str(folder / "00000.arrow")) as file:
         column = pa.ipc.open_file(file).get_batch(0).column("counted")
     assert column.type == pa.large_list(pa.int64())
-    bounds = ShardSet.open(folder).counted(0)
+    bounds = ShardSet.open(folder).target_runs(0)
     assert bounds is not None
     assert column[0].as_py() == bounds.tolist()
 
@@ -69,32 +69,32 @@ def test_such_a_folder_is_of_version_2_and_others_stay_of_version_1(folder: Path
     others = write_lengths(tmp_path / "texts", tokenizer, LENGTHS)
     assert (Manifest.load(folder).version, others.manifest.version) == (2, 1)
     assert not others.is_masked
-    assert others.counted(0) is None
+    assert others.target_runs(0) is None
     assert "counted" not in (tmp_path / "texts" / "manifest.json").read_text()
 
 
 def test_shards_that_stay_keep_their_counts(folder: Path):
     shards = ShardSet.open(folder)
-    before = shards.counted(shards.manifest.shards[0].documents)
+    before = shards.target_runs(shards.manifest.shards[0].documents)
     left = leave_out(folder, ["00000.arrow"])
-    after = ShardSet.open(folder).counted(0)
+    after = ShardSet.open(folder).target_runs(0)
     assert before is not None
     assert after is not None
     assert before.tolist() == after.tolist()
-    assert left.manifest.counted == sum(entry.counted for entry in left.manifest.shards)
-    assert verify(folder) == []
+    assert left.manifest.num_targets == sum(entry.counted for entry in left.manifest.shards)
+    assert find_problems(folder) == []
 
 
 def test_a_flipped_bit_of_the_runs_is_named(folder: Path):
     path = folder / "00002.arrow"
     # All tokens of the fourth document count.
-    bounds = ShardSet.open(folder).counted(3)
+    bounds = ShardSet.open(folder).target_runs(3)
     assert bounds is not None
     assert bounds.tolist() == [0, LENGTHS[3]]
     flip_bit(path, path.read_bytes().rfind(bounds.tobytes()))
     shards = ShardSet.open(folder)
     with pytest.raises(DataError, match=r"00002\.arrow is damaged"):
-        shards.counted(3)
+        shards.target_runs(3)
 
 
 RUNS: dict[str, tuple[pa.Array, str]] = {
@@ -115,8 +115,8 @@ RUNS: dict[str, tuple[pa.Array, str]] = {
 def test_what_are_no_runs_is_refused(tokenizer: Tokenizer, tmp_path: Path, forgery: str):
     column, said = RUNS[forgery]
     folder = forge(tmp_path / "f", tokenizer, {"counted": column})
-    assert said in refusal(lambda: ShardSet.open(folder).counted(0))
-    problems = verify(folder)
+    assert said in refusal(lambda: ShardSet.open(folder).target_runs(0))
+    problems = find_problems(folder)
     assert problems
     assert said in problems[0]
 
@@ -129,11 +129,11 @@ def test_a_manifest_that_counts_otherwise_is_found(tokenizer: Tokenizer, tmp_pat
         entry: Any = dataclasses.replace(manifest.shards[0], counted=counted)
         seal(folder, dataclasses.replace(manifest, shards=[entry]))
 
-    assert "says of 2 tokens that they count, and manifest.json of 0" in verify(folder)[0]
+    assert "says of 2 tokens that they count, and manifest.json of 0" in find_problems(folder)[0]
     sealed(2)
-    assert verify(folder) == []
+    assert find_problems(folder) == []
     sealed(3)
-    assert "says of 2 tokens that they count, and manifest.json of 3" in verify(folder)[0]
+    assert "says of 2 tokens that they count, and manifest.json of 3" in find_problems(folder)[0]
     sealed(4)
     assert "counted=4 cannot be of 3 tokens" in refusal(lambda: ShardSet.open(folder))
 

@@ -1,4 +1,5 @@
-"""Shard folders that somebody made up, every hash consistent: refused on one screen, found by ``data verify``."""
+"""Shard folders that somebody made up, every hash consistent: refused on one screen, found by ``data "
+"find_problems``."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from data_pipeline.inspect import verify
+from data_pipeline.inspect import find_problems
+from data_pipeline.shards.block_checksum import checksum_blocks
 from data_pipeline.shards.manifest import Manifest
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.sums import sum_blocks
-from data_pipeline.shards.writer import EncodedDocument, ShardWriter
+from data_pipeline.shards.shard_writer import EncodedDocument, ShardWriter
 from longctx.tokenizer import Tokenizer
 from tests.bounded import HOSTILE_JSON, ODD_FILES, check_screen, put_odd_file, refusal
 from tests.data_pipeline.lengths import read_all, write_lengths
@@ -42,7 +43,7 @@ def forge(folder: Path, tokenizer: Tokenizer, columns: dict[str, Any] | None = N
 def seal(folder: Path, manifest: Manifest, **fields: Any) -> None:
     """Write sums and manifest anew for what is in the shard now."""
     path = folder / "00000.arrow"
-    whole, sums = sum_blocks(path)
+    whole, sums = checksum_blocks(path)
     (folder / "00000.sums").write_bytes(sums.tobytes())
     found = xxhash.xxh3_128_hexdigest(sums.tobytes())
     entry = manifest.shards[0]
@@ -59,35 +60,35 @@ class TestIds:
     """What no document may hold is found, whatever the manifest says of the vocabulary."""
 
     def test_one_beside_the_others_is_fine(self, tokenizer: Tokenizer, tmp_path: Path):
-        assert verify(forge(tmp_path / "fine", tokenizer, tokens(5, 699, 6))) == []
+        assert find_problems(forge(tmp_path / "fine", tokenizer, tokens(5, 699, 6))) == []
 
     def test_padding_that_the_manifest_calls_another(self, tokenizer: Tokenizer, tmp_path: Path):
         padding = tokenizer.special.padding
         assert padding is not None
-        problems = verify(forge(tmp_path / "f", tokenizer, tokens(5, padding, 6), padding=9))
+        problems = find_problems(forge(tmp_path / "f", tokenizer, tokens(5, padding, 6), padding=9))
         assert "has vocab_size=700 and padding=9, the tokenizer beside it 700 and 3" in problems[0]
         assert f"holds id {padding}, which is padding" in problems[1]
 
     @pytest.mark.parametrize(("ids", "said"), [((5, 700), "holds id 700"), ((65_535,), "holds id 65535")])
     def test_beyond_the_vocabulary(self, tokenizer: Tokenizer, tmp_path: Path, ids, said: str):
-        (problem,) = verify(forge(tmp_path / "f", tokenizer, tokens(*ids)))
+        (problem,) = find_problems(forge(tmp_path / "f", tokenizer, tokens(*ids)))
         assert f"{said}, outside the vocabulary of 700" in problem
 
     @pytest.mark.parametrize(("kind", "vocab_size"), [(pa.uint16(), 65_536), (pa.uint32(), 1 << 32)])
     def test_below_zero_under_a_vocabulary_that_has_them(self, tokenizer: Tokenizer, tmp_path: Path, kind, vocab_size):
         """−1 without its sign is the last id of a vocabulary as large as the type."""
         last = vocab_size - 1
-        (problem,) = verify(forge(tmp_path / "f", tokenizer, tokens(5, last, kind=kind), vocab_size=vocab_size))
+        (problem,) = find_problems(forge(tmp_path / "f", tokenizer, tokens(5, last, kind=kind), vocab_size=vocab_size))
         assert f"has vocab_size={vocab_size} and padding=3, the tokenizer beside it 700 and 3" in problem
 
     def test_wider_than_the_vocabulary(self, tokenizer: Tokenizer, tmp_path: Path):
         folder = forge(tmp_path / "f", tokenizer, tokens(5, 6, kind=pa.uint32()))
-        assert "holds ids of uint32" in verify(folder)[0]
+        assert "holds ids of uint32" in find_problems(folder)[0]
 
     @pytest.mark.parametrize("kind", [pa.int16(), pa.int64()])
     def test_below_zero_with_a_sign(self, tokenizer: Tokenizer, tmp_path: Path, kind):
         folder = forge(tmp_path / "f", tokenizer, tokens(5, -1, kind=kind))
-        (problem,) = verify(folder)
+        (problem,) = find_problems(folder)
         assert "is no shard: its tokens are large_list<item: int" in problem
         assert "is no shard" in refusal(lambda: read_all(ShardSet.open(folder)))
 
@@ -109,7 +110,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("forgery", COLUMNS)
 def test_columns_that_are_none_are_refused(tokenizer: Tokenizer, tmp_path: Path, forgery: str):
     folder = forge(tmp_path / "f", tokenizer, COLUMNS[forgery])
-    problems = verify(folder)
+    problems = find_problems(folder)
     assert problems
     for problem in problems:
         check_screen(problem)
@@ -133,7 +134,7 @@ def test_a_buffer_that_is_too_short(tokenizer: Tokenizer, tmp_path: Path):
         for at in [m.start() for m in re.finditer(re.escape(wanted), content)]:
             path.write_bytes(content[:at] + (8).to_bytes(8, "little") + content[at + 8 :])
             seal(folder, manifest)
-            assert verify(folder)
+            assert find_problems(folder)
             refusal(lambda: read_all(ShardSet.open(folder)))
             tried += 1
     assert tried
@@ -148,7 +149,7 @@ def folder(tokenizer: Tokenizer, tmp_path: Path) -> Path:
 def test_what_is_no_strict_json_is_refused(folder: Path, content: str):
     (folder / "manifest.json").write_bytes(HOSTILE_JSON[content][0])
     assert "manifest.json" in refusal(lambda: ShardSet.open(folder))
-    (problem,) = verify(folder)
+    (problem,) = find_problems(folder)
     assert "manifest.json" in problem
 
 
@@ -163,7 +164,7 @@ def test_what_is_no_small_file_is_not_read(folder: Path, name: str, kind: str):
         read_all(shards)
 
     refusal(read)
-    problems = verify(folder)
+    problems = find_problems(folder)
     assert problems
     for problem in problems:
         check_screen(problem)

@@ -1,4 +1,6 @@
-"""What ``data verify`` and every opening refuse: folders that were mixed up, and manifests that somebody made up."""
+"""What ``data find_problems`` and every opening refuse: folders that were mixed up, and manifests that somebody made
+up.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.inspect import verify
+from data_pipeline.inspect import find_problems
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.shards.manifest import hash_json
 from data_pipeline.shards.reader import ShardSet
@@ -36,7 +38,7 @@ def swap(folder: Path, suffix: str) -> None:
 class TestMixedUpFolders:
     def test_swapped_shards(self, folder: Path):
         swap(folder, ".arrow")
-        problems = verify(folder)
+        problems = find_problems(folder)
         assert ["00000.arrow is damaged" in problems[0], "00002.arrow is damaged" in problems[1]] == [True, True]
         with pytest.raises(DataError, match=r"00000\.arrow is damaged"):
             ShardSet.open(folder).document(0)
@@ -44,7 +46,7 @@ class TestMixedUpFolders:
     def test_swapped_with_their_sums(self, folder: Path):
         swap(folder, ".arrow")
         swap(folder, ".sums")
-        problems = verify(folder)
+        problems = find_problems(folder)
         assert len(problems) == 4
         assert "00000.sums is damaged" in problems[0]
         with pytest.raises(DataError, match=r"00000\.sums is damaged"):
@@ -53,26 +55,26 @@ class TestMixedUpFolders:
     def test_files_that_nobody_lists(self, folder: Path):
         shutil.copy(folder / "00000.arrow", folder / "00003.arrow")
         shutil.copy(folder / "00000.sums", folder / "00003.sums")
-        assert verify(folder) == [
+        assert find_problems(folder) == [
             f"{folder / name} is not listed in the manifest." for name in ("00003.arrow", "00003.sums")
         ]
 
     def test_another_tokenizer(self, folder: Path, source, tmp_path: Path):
         train_tokenizer(source, folder / "tokenizer.model", vocab_size=400)
-        assert ["is not the tokenizer that made these shards" in problem for problem in verify(folder)] == [True]
+        assert ["is not the tokenizer that made these shards" in problem for problem in find_problems(folder)] == [True]
         with pytest.raises(DataError, match="not the tokenizer that made these shards"):
             ShardSet.open(folder).tokenizer()
 
     def test_damage_of_a_folder_without_sums(self, folder: Path):
         strip_sums(folder)
         flip_byte(folder / "00001.arrow", 900)
-        assert ["00001.arrow is damaged: its checksum" in problem for problem in verify(folder)] == [True]
+        assert ["00001.arrow is damaged: its checksum" in problem for problem in find_problems(folder)] == [True]
 
     def test_many_damaged_places_are_a_screen(self, tokenizer: Tokenizer, tmp_path: Path):
         folder = write_lengths(tmp_path / "long", tokenizer, [1_000_000]).folder
         for block in range(0, 30, 2):
             flip_byte(folder / "00000.arrow", block * 65_536 + 7)
-        problems = verify(folder)
+        problems = find_problems(folder)
         assert len(problems) == 9
         assert problems[-1] == f"{folder / '00000.arrow'} is damaged in 7 more places."
 
@@ -86,17 +88,21 @@ class TestWrongContent:
         folder = tmp_path / "padded"
         write(folder, tokenizer, [[5, 6], [7, 8, padding, 9], [padding]])
         tokenizer.save(folder)
-        assert verify(folder) == [f"{folder / '00000.arrow'} holds id {padding}, which is padding, in document 1 (d1)."]
+        assert find_problems(folder) == [
+            f"{folder / '00000.arrow'} holds id {padding}, which is padding, in document 1 (d1)."
+        ]
 
     def test_a_source_that_is_not_there(self, tokenizer: Tokenizer, tmp_path: Path):
         folder = tmp_path / "strange"
         write(folder, tokenizer, [[5, 6]], source=3)
         tokenizer.save(folder)
-        assert verify(folder) == [f"{folder / '00000.arrow'} holds documents of source 3, and manifest.json lists 1."]
+        assert find_problems(folder) == [
+            f"{folder / '00000.arrow'} holds documents of source 3, and manifest.json lists 1."
+        ]
 
     def test_lengths_that_are_not_those_of_the_manifest(self, folder: Path):
         edit(folder / "manifest.json", lambda body: body.update(length_histogram={"2^3": 3}), seal=True)
-        assert verify(folder) == [f"{folder}: the documents do not have the lengths that manifest.json counts."]
+        assert find_problems(folder) == [f"{folder}: the documents do not have the lengths that manifest.json counts."]
 
 
 def of_shard(**changed: Any) -> Callable[[dict], object]:
@@ -155,7 +161,7 @@ def test_a_sealed_manifest_that_cannot_be_right_is_refused(folder: Path, forgery
         ShardSet.open(folder)
     assert str(folder / "manifest.json") in str(caught.value)
     assert len(str(caught.value)) < 500
-    assert verify(folder) == [str(caught.value)]
+    assert find_problems(folder) == [str(caught.value)]
 
 
 @pytest.mark.parametrize("file", ["00001.arrow", "00001.sums"])
@@ -164,10 +170,10 @@ def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path, file:
     (folder / file).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=rf"{file} leads out of its folder"):
         read_all(ShardSet.open(folder))
-    assert [f"{file} leads out of its folder" in problem for problem in verify(folder)] == [True]
+    assert [f"{file} leads out of its folder" in problem for problem in find_problems(folder)] == [True]
     # A link within it is none of our business.
     (folder / file).unlink()
     (tmp_path / "elsewhere").rename(folder / "moved")
     (folder / file).symlink_to("moved")
-    assert verify(folder) == []
+    assert find_problems(folder) == []
     read_all(ShardSet.open(folder))

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_pipeline.inspect import verify
+from data_pipeline.inspect import find_problems
 from data_pipeline.shards.manifest import Manifest, hash_json, length_histogram
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.writer import EncodedDocument, ShardWriter, token_dtype
+from data_pipeline.shards.shard_writer import EncodedDocument, ShardWriter, token_dtype
 from longctx.errors import DataError
 from longctx.files import staged_folder, write_atomically
 from longctx.tokenizer import Tokenizer
@@ -132,7 +132,7 @@ def test_damage_is_named(damaged: Path, damage: str):
         read_all(ShardSet.open(damaged))
     assert message in str(caught.value)
     assert str(damaged) in str(caught.value)
-    problems = verify(damaged)
+    problems = find_problems(damaged)
     assert len(problems) in (1, 2)
     assert message in problems[0]
 

@@ -122,7 +122,7 @@ def test_a_store_that_nobody_answers_for_is_named(store: Store, monkeypatch: pyt
 
 def test_nor_does_google_answer(monkeypatch: pytest.MonkeyPatch):
     client._connected.cache_clear()
-    monkeypatch.setattr(client, "_GIVE_UP_SECONDS_OF_GOOGLES", 1)
+    monkeypatch.setattr(client, "_GCS_RETRY_SECONDS", 1)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     with pytest.raises(DataError, match="GOOGLE_APPLICATION_CREDENTIALS") as refusal:
         size_of(place("gs://lonely/x"))

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.inspect import describe, describe_mixture, sample_rows, verify
+from data_pipeline.inspect import decode_rows, describe, describe_mixture, find_problems
 from data_pipeline.loader import build_loader, build_validation_loader
 from data_pipeline.prepare.without import leave_out
-from data_pipeline.shards import copies
+from data_pipeline.shards import local_copies
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.verify import open_verified
+from data_pipeline.shards.shard_verification import open_validated
 from data_pipeline.texts import read_texts
 from longctx.errors import DataError
 from tests.data_pipeline.stores.conftest import fill
@@ -60,7 +60,7 @@ def test_shards_are_fetched_when_they_are_used_and_once(remote: Store, built: Pa
 
 def test_everything_that_reads_a_folder_reads_one_in_a_store(remote: Store, built: Path):
     assert describe(URL, seq_len=512).packing == describe(built, seq_len=512).packing
-    assert list(sample_rows(URL, seq_len=256, rows=2)) == list(sample_rows(built, seq_len=256, rows=2))
+    assert list(decode_rows(URL, seq_len=256, rows=2)) == list(decode_rows(built, seq_len=256, rows=2))
     assert list(read_texts(f"{URL}/validation")) == list(read_texts(built / "validation"))
     sizes = {"seq_len": 256, "rows_per_step": 2}
     there, here = build_loader(URL, **sizes), build_loader(built, **sizes)
@@ -70,7 +70,7 @@ def test_everything_that_reads_a_folder_reads_one_in_a_store(remote: Store, buil
     here.load_state_dict(there.state_dict())
     assert next(there).tokens.equal(next(here).tokens)
     assert len(build_validation_loader(f"{URL}/validation", seq_len=256)) > 0
-    assert open_verified(URL, whole=True).num_documents == ShardSet.open(built).num_documents
+    assert open_validated(URL, whole=True).num_documents == ShardSet.open(built).num_documents
 
 
 @pytest.mark.few(3)
@@ -108,27 +108,27 @@ def test_a_damaged_or_missing_object_is_refused_by_name(remote: Store, name: str
 
     with pytest.raises(DataError, match=pattern):
         read()
-    problems = verify(URL)
+    problems = find_problems(URL)
     assert problems
     assert any("s3://corpora/data" in problem for problem in problems)
     assert not any(".verify-" in problem for problem in problems)
     # Nothing half-written has the name of a shard.
-    for path in copies.copies_folder().rglob("*.arrow"):
+    for path in local_copies.copies_folder().rglob("*.arrow"):
         assert path.read_bytes() == remote.objects[f"corpora/data/{path.name}"]
     # Mended, it goes on.
     remote.objects[f"corpora/data/{name}"] = content
     assert len(ShardSet.open(URL).document(0))
-    assert verify(URL) == []
+    assert find_problems(URL) == []
 
 
 def test_verify_reads_the_store_and_not_the_cache(remote: Store, built: Path):
-    open_verified(URL, whole=True)
+    open_validated(URL, whole=True)
     before = gets(remote)
-    assert verify(URL) == []
+    assert find_problems(URL) == []
     assert all(count > before.get(path, 0) for path, count in gets(remote).items())
     remote.objects["corpora/data/00099.arrow"] = b"left over"
-    assert verify(URL) == ["s3://corpora/data/00099.arrow is not listed in the manifest."]
-    assert not list(copies.copies_folder().glob(".verify-*"))
+    assert find_problems(URL) == ["s3://corpora/data/00099.arrow is not listed in the manifest."]
+    assert not list(local_copies.copies_folder().glob(".verify-*"))
 
 
 def test_a_download_that_breaks_off_leaves_nothing_and_goes_on(remote: Store, built: Path):
@@ -166,11 +166,11 @@ def test_a_shard_left_out_afterwards_has_no_other_fetched_again(remote: Store):
 def test_a_disk_without_room_is_named(remote: Store, monkeypatch: pytest.MonkeyPatch):
     shards = ShardSet.open(URL)
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr(copies.shutil, "disk_usage", lambda path: usage._replace(free=(1 << 28) + 10))
+    monkeypatch.setattr(local_copies.shutil, "disk_usage", lambda path: usage._replace(free=(1 << 28) + 10))
     with pytest.raises(DataError, match=r"s3://corpora/data needs 0.0 GB more .*\n.*data.cache or LONGCTX_CACHE"):
         shards.document(0)
     with pytest.raises(DataError, match=r"data\.cache or LONGCTX_CACHE"):
-        shards.copy.check_room()
+        shards.copy.check_free_space()
 
 
 def test_a_cache_can_be_named(remote: Store, tmp_path: Path):
@@ -229,8 +229,8 @@ def test_a_mixture_may_have_sources_in_a_store(remote: Store, built: Path, tmp_p
         loader, validation = build_loader(path, **options), build_validation_loader(path, seq_len=256, held_out=True)
         rows = [next(loader).tokens.tolist() for _ in range(8)] + [batch.tokens.tolist() for batch in validation]
         # A run goes on wherever its data lies by now.
-        found.append((rows, loader.state_dict(), list(sample_rows(path, seq_len=256, rows=3))))
-        assert verify(path) == []
+        found.append((rows, loader.state_dict(), list(decode_rows(path, seq_len=256, rows=3))))
+        assert find_problems(path) == []
     assert found[0][:2] == found[1][:2]
     assert len(found[0][2]) == len(found[1][2]) == 3
     assert describe_mixture(path).sources[1].folder == URL

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import xxhash
 
-from data_pipeline.inspect import describe, verify
+from data_pipeline.inspect import describe, find_problems
 from data_pipeline.prepare import publish
-from data_pipeline.prepare.build import build_shards
-from data_pipeline.prepare.parts.engine import Crew
-from data_pipeline.prepare.publish import outgoing_folder, pack, send
-from data_pipeline.prepare.sources import Source
-from data_pipeline.shards import copies
+from data_pipeline.prepare.build_shards import build_shards
+from data_pipeline.prepare.parts.build_engine import BuildContext
+from data_pipeline.prepare.publish import pack_folder, send, transfer_folder
+from data_pipeline.prepare.sources import TextSource
+from data_pipeline.shards import local_copies
 from data_pipeline.shards.manifest import hash_json
 from data_pipeline.shards.reader import ShardSet, shard_tokens
 from data_pipeline.stores.urls import ObjectPath
@@ -48,7 +48,7 @@ def break_at(store: Store, ending: str) -> None:
 
 
 def test_a_build_into_a_store_sends_what_a_build_here_makes(
-    store: Store, source: Source, tokenizer: Tokenizer, built: Path
+    store: Store, source: TextSource, tokenizer: Tokenizer, built: Path
 ):
     report = build_shards(source, tokenizer, URL, **OPTIONS)
     assert store.under("corpora/out") == content(built)
@@ -59,7 +59,7 @@ def test_a_build_into_a_store_sends_what_a_build_here_makes(
     order = list(dict.fromkeys(puts(store)))
     assert order[-1] == "manifest.json"
     assert order.index("validation/manifest.json") < order.index("00000.arrow")
-    assert not outgoing_folder(PLACE).exists()
+    assert not transfer_folder(PLACE).exists()
     store.requests.clear()
     again = build_shards(source, tokenizer, URL, **OPTIONS)
     assert again.up_to_date
@@ -68,7 +68,7 @@ def test_a_build_into_a_store_sends_what_a_build_here_makes(
 
 
 def test_another_recipe_is_refused_unless_it_shall_replace(
-    store: Store, source: Source, tokenizer: Tokenizer, built: Path
+    store: Store, source: TextSource, tokenizer: Tokenizer, built: Path
 ):
     build_shards(source, tokenizer, URL, **OPTIONS)
     with pytest.raises(DataError, match="built from another options"):
@@ -76,11 +76,11 @@ def test_another_recipe_is_refused_unless_it_shall_replace(
     build_shards(source, tokenizer, URL, validation_fraction=0, shard_tokens=1 << 20, overwrite=True)
     # Nothing of the first one is left: not its shards with higher numbers, nor its split.
     assert set(store.under("corpora/out")) == {"00000.arrow", "00000.sums", "manifest.json", "tokenizer.model"}
-    assert verify(URL) == []
+    assert find_problems(URL) == []
 
 
 def test_a_sending_that_was_interrupted_goes_on(
-    store: Store, source: Source, tokenizer: Tokenizer, built: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, source: TextSource, tokenizer: Tokenizer, built: Path, monkeypatch: pytest.MonkeyPatch
 ):
     break_at(store, "/out/00001.arrow")
     with pytest.raises(DataError, match=r"s3://corpora/out/00001.arrow cannot be reached"):
@@ -91,7 +91,7 @@ def test_a_sending_that_was_interrupted_goes_on(
     store.fault = lambda method, path: ""
     store.requests.clear()
     # It was built: no document is encoded again.
-    monkeypatch.setattr(Crew, "carry_out", None)
+    monkeypatch.setattr(BuildContext, "carry_out", None)
     build_shards(source, tokenizer, URL, **OPTIONS)
     assert store.under("corpora/out") == content(built)
     assert "00000.arrow" not in puts(store)
@@ -109,7 +109,7 @@ def test_an_object_that_was_lost_meanwhile_is_sent_again(store: Store, built: Pa
     assert store.under("corpora/out") == content(built)
 
 
-def test_foreign_objects_are_not_touched(store: Store, source: Source, tokenizer: Tokenizer, built: Path):
+def test_foreign_objects_are_not_touched(store: Store, source: TextSource, tokenizer: Tokenizer, built: Path):
     store.objects["corpora/out/thesis.pdf"] = b"precious"
     for overwrite in (False, True):
         with pytest.raises(DataError, match=r"output=s3://corpora/out holds thesis.pdf"):
@@ -117,7 +117,7 @@ def test_foreign_objects_are_not_touched(store: Store, source: Source, tokenizer
     assert store.under("corpora/out") == {"thesis.pdf": b"precious"}
 
 
-def test_a_store_that_lost_a_shard_is_not_up_to_date(store: Store, source: Source, tokenizer: Tokenizer):
+def test_a_store_that_lost_a_shard_is_not_up_to_date(store: Store, source: TextSource, tokenizer: Tokenizer):
     build_shards(source, tokenizer, URL, **OPTIONS)
     del store.objects["corpora/out/00001.arrow"]
     with pytest.raises(DataError, match=r"00001.arrow has no bytes and should have"):
@@ -126,7 +126,7 @@ def test_a_store_that_lost_a_shard_is_not_up_to_date(store: Store, source: Sourc
 
 def test_two_of_one_host_do_not_send_the_same(store: Store, built: Path, tmp_path: Path):
     folder = Path(shutil.copytree(built, tmp_path / "folder"))
-    with publish._sending(folder, PLACE), pytest.raises(DataError, match="being sent by another process"):
+    with publish._transfer_lock(folder, PLACE), pytest.raises(DataError, match="being sent by another process"):
         send(folder, PLACE, overwrite=False, say=say)
 
 
@@ -134,7 +134,7 @@ class TestPacked:
     @pytest.fixture
     def packed(self, store: Store, built: Path, tmp_path: Path) -> Path:
         """The folder packed; no store takes part, but the test has a cache of its own."""
-        pack(built, tmp_path / "packed", overwrite=False, say=say)
+        pack_folder(built, tmp_path / "packed", overwrite=False, say=say)
         return tmp_path / "packed"
 
     def test_it_is_smaller_and_reads_the_same(self, packed: Path, built: Path):
@@ -150,16 +150,16 @@ class TestPacked:
             for entry in here.manifest.shards:
                 assert (there.folder / entry.file).read_bytes() == (built / split / entry.file).read_bytes()
         assert describe(packed).tokens == describe(built).tokens
-        assert verify(packed) == []
+        assert find_problems(packed) == []
 
     def test_one_in_a_store_too(self, store: Store, built: Path):
-        size = pack(built, URL, overwrite=False, say=say)
+        size = pack_folder(built, URL, overwrite=False, say=say)
         assert size == sum(len(body) for name, body in store.under("corpora/out").items() if name.endswith(".zst"))
         assert not any(name.endswith(".arrow") for name in store.under("corpora/out"))
         there, here = ShardSet.open(URL), ShardSet.open(built)
         assert all(np.array_equal(there.document(n), here.document(n)) for n in range(here.num_documents))
-        assert verify(URL) == []
-        assert not outgoing_folder(PLACE).exists()
+        assert find_problems(URL) == []
+        assert not transfer_folder(PLACE).exists()
 
     @pytest.mark.parametrize("harm", ["flip", "cut", "remove", "grow", "swap"])
     def test_damage_is_named_before_anything_is_read(self, packed: Path, harm: str):
@@ -178,8 +178,8 @@ class TestPacked:
         shards = ShardSet.open(packed)
         with pytest.raises(DataError, match=r"packed/00001\.arrow\.zst is (damaged|missing)"):
             shard_tokens(shards, 1)
-        assert not list(copies.copies_folder().rglob("00001.arrow"))
-        assert any("00001.arrow.zst" in problem for problem in verify(packed))
+        assert not list(local_copies.copies_folder().rglob("00001.arrow"))
+        assert any("00001.arrow.zst" in problem for problem in find_problems(packed))
 
     def test_one_that_becomes_far_more_than_its_shard_is_refused(self, packed: Path):
         """Gigabytes in some kilobytes, under the right checksum."""
@@ -191,7 +191,7 @@ class TestPacked:
         (packed / "packed.json").write_text(json.dumps(body | {"hash": hash_json(body)}))
         message = refusal(lambda: shard_tokens(ShardSet.open(packed), 1))
         assert "00001.arrow.zst is damaged: its checksum is not the one in manifest.json" in message
-        assert not list(copies.copies_folder().rglob("00001.arrow*"))
+        assert not list(local_copies.copies_folder().rglob("00001.arrow*"))
 
     @pytest.mark.parametrize(
         "change",
@@ -211,7 +211,7 @@ class TestPacked:
         (packed / "packed.json").write_text(json.dumps(body | {"hash": hash_json(body)}))
         with pytest.raises(DataError, match=r"packed\.json"):
             ShardSet.open(packed)
-        assert "packed.json" in verify(packed)[0]
+        assert "packed.json" in find_problems(packed)[0]
 
     def test_a_list_that_was_edited_or_is_of_another_folder_is_refused(self, packed: Path):
         raw = (packed / "packed.json").read_text()
@@ -224,23 +224,23 @@ class TestPacked:
 
     def test_what_is_packed_is_checked_first(self, damaged: Path, tmp_path: Path):
         with pytest.raises(DataError, match="from 1 to 22"):
-            pack(damaged, tmp_path / "out", level=0, overwrite=False, say=say)
+            pack_folder(damaged, tmp_path / "out", level=0, overwrite=False, say=say)
         raw = bytearray((damaged / "00001.arrow").read_bytes())
         raw[len(raw) // 2] ^= 1
         (damaged / "00001.arrow").write_bytes(raw)
         with pytest.raises(DataError, match=r"00001\.arrow is missing or damaged"):
-            pack(damaged, tmp_path / "out", overwrite=False, say=say)
+            pack_folder(damaged, tmp_path / "out", overwrite=False, say=say)
         assert not (tmp_path / "out").exists()
 
     def test_an_output_that_is_there_is_replaced_when_asked(self, packed: Path, built: Path):
         with pytest.raises(DataError, match="already exists"):
-            pack(built, packed, overwrite=False, say=say)
-        pack(built, packed, overwrite=True, say=say)
+            pack_folder(built, packed, overwrite=False, say=say)
+        pack_folder(built, packed, overwrite=True, say=say)
         with pytest.raises(DataError, match="is packed already"):
-            pack(packed, packed, overwrite=True, say=say)
+            pack_folder(packed, packed, overwrite=True, say=say)
 
 
 def test_a_folder_sent_by_other_means_is_read_too(store: Store, built: Path, tmp_path: Path):
-    pack(built, tmp_path / "packed", overwrite=False, say=say)
+    pack_folder(built, tmp_path / "packed", overwrite=False, say=say)
     fill(store, tmp_path / "packed", "corpora/copied")
-    assert verify("s3://corpora/copied") == []
+    assert find_problems("s3://corpora/copied") == []

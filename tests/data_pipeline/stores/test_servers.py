@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.inspect import verify
-from data_pipeline.prepare.build import build_shards
-from data_pipeline.prepare.publish import pack
+from data_pipeline.inspect import find_problems
+from data_pipeline.prepare.build_shards import build_shards
+from data_pipeline.prepare.publish import pack_folder
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.stores import client
@@ -42,8 +42,8 @@ def test_from_a_corpus_in_a_store_to_packed_shards_in_a_store(
     built, there = tmp_path / "built", f"{bucket}/data"
     build_shards(open_source(tmp_path / "corpus"), tokenizer, built, **options)
     build_shards(open_source(f"{bucket}/corpus"), tokenizer, there, **options)
-    assert verify(there) == []
-    pack(built, f"{bucket}/packed", overwrite=False, say=lambda message: None)
+    assert find_problems(there) == []
+    pack_folder(built, f"{bucket}/packed", overwrite=False, say=lambda message: None)
     here = ShardSet.open(built)
     for url in (there, f"{bucket}/packed"):
         fetched = ShardSet.open(url)
@@ -51,13 +51,13 @@ def test_from_a_corpus_in_a_store_to_packed_shards_in_a_store(
         assert all(np.array_equal(fetched.document(n), here.document(n)) for n in range(here.num_documents))
     client.remove(_object(f"{there}/00000.arrow"))
     client.write_object(_object(f"{there}/00001.arrow"), b"rubbish")
-    problems = "\n".join(verify(there))
+    problems = "\n".join(find_problems(there))
     assert f"{there}/00000.arrow is missing" in problems
     assert f"{there}/00001.arrow is damaged" in problems
     with pytest.raises(DataError, match="has no bytes"):
         build_shards(open_source(f"{bucket}/corpus"), tokenizer, there, **options)
     build_shards(open_source(f"{bucket}/corpus"), tokenizer, there, overwrite=True, **options)
-    assert verify(there) == []
+    assert find_problems(there) == []
 
 
 def _object(url: str) -> ObjectPath:

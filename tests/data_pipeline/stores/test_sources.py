@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.prepare import sources
-from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.build_shards import build_shards
 from data_pipeline.prepare.joining import Join
-from data_pipeline.prepare.parts import deal
+from data_pipeline.prepare.parts import source_parts
 from data_pipeline.prepare.sources import open_source
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ POINTER = POINTER_LINE + b"\noid sha256:" + b"4d7a2146" * 8 + b"\nsize 123456\n"
 def test_a_build_from_a_store_has_the_bytes_of_one_from_a_folder(
     store: Store, mixed: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ):
-    monkeypatch.setattr(deal, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(source_parts, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(sources, "CUT_BYTES", PART_BYTES)
     fill(store, mixed, "corpora/mixed")
     report = build_shards(open_source("s3://corpora/mixed"), tokenizer, tmp_path / "a", workers=workers, **OPTIONS)

@@ -144,9 +144,9 @@ def happen(kind: str) -> None:
 def counts(args: tuple) -> bool:
     """Whether a call with these arguments is one that counts."""
     if ACCIDENT["step"]:
-        from parallel.runtime.spans import DOING
+        from parallel.runtime.activity import ACTIVITY
 
-        if ACCIDENT["step"] > DOING.step:
+        if ACCIDENT["step"] > ACTIVITY.step:
             return False
     return not ACCIDENT["file"] or Path(args[0]).name == ACCIDENT["file"]
 
@@ -221,4 +221,4 @@ if ACCIDENT and os.environ.get("RANK") == str(ACCIDENT["rank"]):
     sys.meta_path.insert(0, AfterImport(ACCIDENT["module"], break_function))
 if STALLING and "RANK" in os.environ:
     # The first module of ours that knows process groups: torch is whole by then.
-    sys.meta_path.insert(0, AfterImport("parallel.comm.groups", stall_groups))
+    sys.meta_path.insert(0, AfterImport("parallel.comm.process_groups", stall_groups))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.inspect import verify as verify_shards
-from launcher.checkpoint.folder import find_resume
+from data_pipeline.inspect import find_problems as verify_shards
+from launcher.checkpoint.resume import find_resume
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, list_checkpoints
 from longctx.errors import CheckpointError
 

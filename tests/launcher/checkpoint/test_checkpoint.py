@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher.checkpoint.folder import find_resume
+from launcher.checkpoint.resume import find_resume
 from launcher.metrics.record import DISCARDED_FILE, read_metrics, readable_records
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, list_checkpoints
 from tests.launcher.cli.calls import flip_a_byte

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.checkpoint.folder import find_resume
-from launcher.config.load import load_run_config
+from launcher.checkpoint.resume import find_resume
+from launcher.config.load_config import load_run_config
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, read_metrics
-from launcher.training.stopping import going_on
+from launcher.training.run_stop import resume_command
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, list_checkpoints
 from longctx.errors import CheckpointError
 from tests.launcher.workers import refuse_each, rows, run, train, train_until_killed_in_a_step
@@ -156,5 +156,5 @@ def test_the_model_is_named_by_the_first_start_and_by_the_checkpoint_afterwards(
 
 def test_the_line_to_go_on_with_is_the_same_line():
     words = ["deepspeed", "launcher/pretrain.py", "--run.resume", "auto", "--run.seed", "3"]
-    assert going_on(words) == " ".join(words)
-    assert going_on([*words[:3], "no", *words[4:]]).endswith("--run.seed 3 --run.resume latest")
+    assert resume_command(words) == " ".join(words)
+    assert resume_command([*words[:3], "no", *words[4:]]).endswith("--run.seed 3 --run.resume latest")

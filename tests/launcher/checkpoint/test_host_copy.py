@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from launcher.checkpoint.host_copy import HostCopy
-from parallel.zero.state import Piece
+from parallel.zero.zero_state import StatePiece
 
 GPU = torch.device("cuda:3")
-PIECES = [Piece("a", "master", 0, 5), Piece("b", "master", 0, 1000), Piece("b", "exp_avg", 0, 1000)]
+PIECES = [StatePiece("a", "master", 0, 5), StatePiece("b", "master", 0, 1000), StatePiece("b", "exp_avg", 0, 1000)]
 
 
 class LateCopies(TorchDispatchMode):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.checkpoint.folder import find_resume
-from launcher.checkpoint.health import DAMAGED, WHOLE, staying, summaries
-from launcher.config.load import load_run_config
+from launcher.checkpoint.health import INVALID, VALID, kept_steps, summaries
+from launcher.checkpoint.resume import find_resume
+from launcher.config.load_config import load_run_config
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST
 from longctx.errors import CheckpointError, LongCtxError
 from tests.bounded import check_screen, put_sparse_file, within_bounds
@@ -72,8 +72,8 @@ def check_passed_over(run: Path, caplog: pytest.LogCaptureFixture, *, by_reading
     for check in (False, True):
         with within_bounds():
             found = [row.health for row in summaries(run, check=check)]
-            assert staying(run) is not None
-        assert found == [WHOLE, WHOLE if by_reading and not check else DAMAGED]
+            assert kept_steps(run) is not None
+        assert found == [VALID, VALID if by_reading and not check else INVALID]
     return lines[0]
 
 

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from data_pipeline.inspect import verify as verify_shards
-from data_pipeline.shards.stamps import cache_folder
-from data_pipeline.shards.verify import open_verified
-from launcher.checkpoint.folder import find_resume
+from data_pipeline.inspect import find_problems as verify_shards
+from data_pipeline.shards.file_states import cache_folder
+from data_pipeline.shards.shard_verification import open_validated
+from launcher.checkpoint.resume import find_resume
 from launcher.metrics.record import read_metrics
 from launcher.report.page import write_report
 from launcher.training.routing_files import RoutingFiles
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, canonical_hash, find_checkpoint, list_checkpoints
 from longctx.conversion import export_checkpoint, load_hf
-from longctx.conversion.checks import open_checked
+from longctx.conversion.checkpoint_checks import open_verified_checkpoint
 from longctx.errors import LongCtxError
 from longctx.files import hash_file
 from longctx.tokenizer import load_tokenizer
@@ -106,7 +106,7 @@ def test_in_a_checkpoint(finished, tmp_path: Path, payload, kind: str):
         if name != MANIFEST:
             reseal(folder, name)
         refused = attempt(
-            lambda folder=folder: open_checked(folder),
+            lambda folder=folder: open_verified_checkpoint(folder),
             lambda folder=folder, run=run: export_checkpoint(folder, run / "hf"),
             lambda folder=folder: load_tokenizer(folder),
             lambda run=run: find_resume(run, "newest-good"),
@@ -119,16 +119,16 @@ def test_in_a_checkpoint(finished, tmp_path: Path, payload, kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_a_shard_folder_and_its_cache(shards: Path, tmp_path: Path, payload, kind: str, monkeypatch):
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("data_pipeline.shards.verify._SETTLED_NANOSECONDS", -(10**12))
+    monkeypatch.setattr("data_pipeline.shards.shard_verification._MIN_AGE_NANOSECONDS", -(10**12))
     for number, name in enumerate(sorted(path.name for path in shards.iterdir() if path.is_file())):
         folder = Path(shutil.copytree(shards, tmp_path / f"{number}"))
         payload(folder / name, kind)
         assert verify_shards(folder), name
     folder = Path(shutil.copytree(shards, tmp_path / "cached"))
-    open_verified(folder, whole=True)
+    open_validated(folder, whole=True)
     (stamps,) = (cache_folder() / "shards").iterdir()
     payload(stamps, kind)
-    open_verified(folder, whole=True)
+    open_validated(folder, whole=True)
 
 
 @pytest.mark.slow

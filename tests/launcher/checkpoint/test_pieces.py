@@ -14,7 +14,7 @@ from launcher.checkpoint.save import piece_key, write_pieces
 from launcher.checkpoint.saver import Saver
 from longctx.files import hash_file
 from parallel.comm.world import gather_on_rank_0
-from parallel.zero.state import OwnedRange, Piece
+from parallel.zero.zero_state import OwnedRange, StatePiece
 from tests.helpers import run_distributed
 from tests.parallel.experts.expert_cases import CONFIG, RanksRun, Spread
 
@@ -29,8 +29,8 @@ def ranges() -> list[OwnedRange]:
     ]
 
 
-def piece_of(one: OwnedRange) -> Piece:
-    return Piece(one.name, one.role, one.start, one.values.numel())
+def piece_of(one: OwnedRange) -> StatePiece:
+    return StatePiece(one.name, one.role, one.start, one.values.numel())
 
 
 def test_safetensors_reads_what_was_written(tmp_path, monkeypatch):

@@ -13,20 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.checkpoint import names as remove
-from launcher.checkpoint.folder import find_resume, remove_leftovers
+from launcher.checkpoint.resume import find_resume, remove_checkpoint_leftovers
 from launcher.checkpoint.retention import (
-    Candidate,
     Proof,
     Retention,
-    broken_step_after,
+    RetentionCandidate,
+    first_nonfinite_step,
     is_in_range,
-    is_proved,
-    prune,
+    is_stable,
+    prune_checkpoints,
     write_proof,
 )
-from launcher.config.check import check_run
+from launcher.config.run_config_rules import check_run
 from launcher.metrics.record import METRICS_FILE, encode
-from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader, list_checkpoints
+from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROOF_FILE, CheckpointReader, list_checkpoints
 from longctx.errors import ConfigError
 from tests.launcher.runs import tiny_config
 from tests.longctx.test_checkpoint_format import write_model
@@ -34,14 +34,18 @@ from tests.longctx.test_checkpoint_format import write_model
 NO_LOSS: Mapping[int, float] = {}
 
 
-def candidates(*steps: int, losses: Mapping[int, float] = NO_LOSS, proved: tuple[int, ...] = ()) -> list[Candidate]:
+def candidates(
+    *steps: int, losses: Mapping[int, float] = NO_LOSS, proved: tuple[int, ...] = ()
+) -> list[RetentionCandidate]:
     return [
-        Candidate(folder=Path(str(step)), step=step, validation_loss=losses.get(step), is_proved=step in proved)
+        RetentionCandidate(
+            folder=Path(str(step)), step=step, validation_loss=losses.get(step), is_stable=step in proved
+        )
         for step in steps
     ]
 
 
-def kept(retention: Retention, found: list[Candidate]) -> list[int]:
+def kept(retention: Retention, found: list[RetentionCandidate]) -> list[int]:
     return sorted(retention.reasons(found))
 
 
@@ -125,9 +129,9 @@ def test_prune_goes_by_what_manifests_say(tmp_path):
     for step, loss in ((2, 3.0), (4, 1.0), (6, float("nan")), (8, 2.0), (10, None)):
         commit(tmp_path, step, loss=loss)
     prove(tmp_path / CHECKPOINTS / "step_000002")
-    prune(tmp_path, Retention(last=1, best=2))
+    prune_checkpoints(tmp_path, Retention(last=1, best=2))
     assert names(tmp_path) == ["step_000002", "step_000004", "step_000008", "step_000010"]
-    prune(tmp_path, Retention(last=0))
+    prune_checkpoints(tmp_path, Retention(last=0))
     assert len(names(tmp_path)) == 4
 
 
@@ -140,7 +144,7 @@ def test_one_that_cannot_be_removed_costs_a_warning(tmp_path, monkeypatch, caplo
             raise OSError(f"{path} is not to be removed")
 
     monkeypatch.setattr(remove.shutil, "rmtree", refuse)
-    prune(tmp_path, Retention(last=1))
+    prune_checkpoints(tmp_path, Retention(last=1))
     assert caplog.text.count("could not be removed") == 2
     # It has lost its name all the same: what is half-removed is no checkpoint.
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000006"]
@@ -151,7 +155,7 @@ def test_a_start_removes_what_accidents_left_and_says_so(tmp_path, caplog):
     whole = commit(tmp_path, 2)
     for name in (".step_000004.partial", ".step_000001.removed", "step_000006.discarded"):
         shutil.copytree(whole, whole.with_name(name))
-    remove_leftovers(tmp_path)
+    remove_checkpoint_leftovers(tmp_path)
     assert names(tmp_path) == ["step_000002"]
     for words in ("a save that was killed", "a removal that was killed", "set aside when the run went on"):
         assert caplog.text.count(words) == 1
@@ -171,22 +175,22 @@ def test_a_loss_is_in_range_when_it_is_finite_and_near():
 def test_a_proof_is_of_one_manifest(tmp_path):
     first, second = commit(tmp_path, 2), commit(tmp_path, 4)
     prove(first)
-    assert Candidate.of(first).is_proved
-    assert CheckpointReader(first).unlisted() == []
-    shutil.copy(first / PROVED, second / PROVED)
-    assert not Candidate.of(second).is_proved, "of another one"
+    assert RetentionCandidate.of(first).is_stable
+    assert CheckpointReader(first).extra_files() == []
+    shutil.copy(first / PROOF_FILE, second / PROOF_FILE)
+    assert not RetentionCandidate.of(second).is_stable, "of another one"
     for text in ("", "[]", "{", '{"manifest": null}', "[" * 100_000):
-        (first / PROVED).write_text(text)
-        assert not is_proved(first, "hash")
-        assert not is_proved(first, None)
+        (first / PROOF_FILE).write_text(text)
+        assert not is_stable(first, "hash")
+        assert not is_stable(first, None)
 
 
 def test_what_nobody_listed_is_named(tmp_path):
     folder = commit(tmp_path, 2)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "more").mkdir()
-    (folder / f".{PROVED}.host.1.tmp").write_text("")
-    assert CheckpointReader(folder).unlisted() == ["more", "tokenizer.json"]
+    (folder / f".{PROOF_FILE}.host.1.tmp").write_text("")
+    assert CheckpointReader(folder).extra_files() == ["more", "tokenizer.json"]
 
 
 def record(run: Path, step: int, loss: float | None, grad_norm: float | None = 1.0) -> None:
@@ -208,17 +212,17 @@ def broken_run(tmp_path) -> Path:
 
 
 def test_the_first_step_after_it_that_was_not_finite(broken_run):
-    assert [broken_step_after(broken_run, step) for step in (4, 6, 7)] == [7, 7, None]
-    assert broken_step_after(broken_run, 4, before=6) is None
-    assert broken_step_after(broken_run / "nowhere", 4) is None
+    assert [first_nonfinite_step(broken_run, step) for step in (4, 6, 7)] == [7, 7, None]
+    assert first_nonfinite_step(broken_run, 4, before=6) is None
+    assert first_nonfinite_step(broken_run / "nowhere", 4) is None
 
 
 def test_a_step_in_which_no_token_counts_is_not_broken(tmp_path):
     commit(tmp_path, 2)
     record(tmp_path, 3, None, 0.0)
-    assert broken_step_after(tmp_path, 2) is None
+    assert first_nonfinite_step(tmp_path, 2) is None
     record(tmp_path, 4, None, float("inf"))
-    assert broken_step_after(tmp_path, 2) == 4
+    assert first_nonfinite_step(tmp_path, 2) == 4
 
 
 def step_of(path: Path | None) -> int:

@@ -15,9 +15,9 @@ import launcher.checkpoint.host_copy
 import launcher.checkpoint.save
 import launcher.checkpoint.saver
 from launcher.metrics.record import METRICS_FILE, read_metrics
-from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader, list_checkpoints
+from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROOF_FILE, CheckpointReader, list_checkpoints
 from longctx.files import hash_file
-from longctx.storage.blocks import describe_file
+from longctx.storage.hashed_blocks import describe_file
 from longctx.storage.hashed_file import HashedWriter, read_back
 from tests.helpers import run_distributed
 from tests.launcher.runs import STEPS
@@ -32,7 +32,7 @@ def files_of(folder: Path) -> dict[str, Any]:
 
 
 def proof_of(checkpoint: Path) -> dict[str, Any]:
-    proof = json.loads((checkpoint / PROVED).read_text())
+    proof = json.loads((checkpoint / PROOF_FILE).read_text())
     del proof["hash"]
     assert proof.pop("manifest") == json.loads((checkpoint / MANIFEST).read_text())["hash"]
     return proof
@@ -79,7 +79,7 @@ def test_what_is_written_while_training_goes_on_is_the_step_that_was_saved(shard
     assert proof_of(checkpoints[0]) == {"by": "step", "step": 3, "loss": losses(tmp_path / "copied", "train")[3]}
     validated = losses(tmp_path / "copied", "validation")[STEPS]
     assert proof_of(checkpoints[-1]) == {"by": "validation", "step": STEPS, "loss": validated}
-    assert all(CheckpointReader(path).unlisted() == [] for path in checkpoints)
+    assert all(CheckpointReader(path).extra_files() == [] for path in checkpoints)
 
 
 @pytest.mark.slow

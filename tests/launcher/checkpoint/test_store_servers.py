@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.stores import client
+from launcher.checkpoint.checkpoint_store import check_unused, store_at
 from launcher.checkpoint.mirror import Mirror
 from launcher.checkpoint.names import folder_of
 from launcher.checkpoint.retention import Retention
-from launcher.checkpoint.store import check_unused, store_at
 from longctx.errors import ConfigError
 from tests.data_pipeline.stores.servers import SCHEMES, empty_bucket
-from tests.launcher.checkpoint.test_store import content, save
+from tests.launcher.checkpoint.test_checkpoint_store import content, save
 
 
 @pytest.fixture(params=SCHEMES)
@@ -39,8 +39,8 @@ def test_sent_pruned_verified_and_fetched(bucket: str, tmp_path: Path):
         mirror.start()
     mirror.finish(120)
     assert sorted(store.steps()) == [2, 3]
-    assert [stored.verify() for stored in store.committed().values()] == [[], []]
-    assert store.of_step(3).candidate(3).is_proved
+    assert [stored.verify() for stored in store.checkpoints().values()] == [[], []]
+    assert store.of_step(3).candidate(3).is_stable
     assert content(store.fetch(3, tmp_path / "other")) == content(folder_of(run, 3))
     client.write_object(store.of_step(3).place / "f0.safetensors", b"rubbish")
     assert any("f0.safetensors is damaged" in problem for problem in store.of_step(3).verify())

@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.build_shards import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.shards.reader import ShardSet
 from launcher.checkpoint.tokenizers import check_same_tokenizer
-from launcher.config.sections import RunConfig
-from launcher.training.data import _tokenizer_files
+from launcher.config.config_sections import RunConfig
+from launcher.training.run_data import _tokenizer_files
 from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
@@ -24,7 +24,7 @@ from longctx.conversion import export_checkpoint, save_hf
 from longctx.errors import DataError
 from longctx.model.decoder import Decoder
 from longctx.tokenizer import load_tokenizer
-from longctx.tokenizer.load import GENERATION_CONFIG
+from longctx.tokenizer.load_tokenizer import GENERATION_CONFIG
 from parallel.mesh import Mesh
 from tests.launcher.cli.calls import call
 from tests.launcher.runs import tiny_config, tiny_start
@@ -108,7 +108,7 @@ def test_a_checkpoint_without_a_tokenizer_is_said_to_have_none(shards, tmp_path,
     for name, bytes_of_file in files.items():
         (own / name).write_bytes(bytes_of_file)
     check_same_tokenizer(own, loader.shards)
-    assert (7 in load_tokenizer(own).special.stops) == travels
+    assert (7 in load_tokenizer(own).special.stop_ids) == travels
     # Without a checkpoint there is nothing to say.
     caplog.clear()
     assert _tokenizer_files(None, cast(Any, loader), None, Mesh(rank=0, world_size=1, context=1)) == data.files

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.checkpoint import names as remove
 from launcher.checkpoint.retention import Proof, write_proof
-from longctx.checkpoint_format import PROVED, canonical_hash, list_checkpoints
+from longctx.checkpoint_format import PROOF_FILE, canonical_hash, list_checkpoints
 from tests.launcher.cli.calls import call, flip_a_byte, refused, succeed
 
 
@@ -78,13 +78,13 @@ def test_verify_names_a_ruined_proof(capsys, run, tmp_path):
     newest = copied / "checkpoints/step_000100"
     body = {"manifest": "0" * 32, "by": "step", "step": 120, "loss": 4.2, "more": 1}
     for text in ("{", json.dumps(body), json.dumps(body | {"hash": canonical_hash(body)})):
-        (newest / PROVED).write_text(text)
+        (newest / PROOF_FILE).write_text(text)
         code, out, _ = call(capsys, "checkpoint", "verify", newest)
         assert code == 1, text
-        assert f"{PROVED}" in out
+        assert f"{PROOF_FILE}" in out
         assert "The checkpoint is whole without" in out or "Remove it: the checkpoint is whole without" in out
     del body["more"]
-    (newest / PROVED).write_text(json.dumps(body | {"hash": canonical_hash(body)}))
+    (newest / PROOF_FILE).write_text(json.dumps(body | {"hash": canonical_hash(body)}))
     assert call(capsys, "checkpoint", "verify", newest)[0] == 0, "the proof of another manifest is none"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.stores import client
-from launcher.checkpoint.store import store_at
+from launcher.checkpoint.checkpoint_store import store_at
 from longctx.checkpoint_format import MANIFEST, list_checkpoints
 from longctx.conversion import load_hf
 from tests.data_pipeline.stores.s3_server import S3Server, Store

@@ -244,14 +244,14 @@ def test_masked_refuses_numbers_out_of_range_and_what_it_does_not_read(capsys, b
 
 
 def test_rows_may_go_beyond_positions_that_are_no_table(bert, tmp_path):
-    from launcher.evaluation.masked import Options, _loader
-    from launcher.evaluation.opened import open_model
+    from launcher.evaluation.masked_evaluation import MaskedOptions, _loader
+    from launcher.evaluation.model_source import open_model
     from parallel.mesh import Mesh
 
     opened = open_model(bert / "run", None)
     opened = replace(opened, model=replace(opened.model, position="sinusoidal"))
     mesh = Mesh(rank=0, world_size=1, context=1)
-    asked = Options(checkpoint=bert / "run", output=tmp_path, text=str(bert / "shards"), seq_len=65)
+    asked = MaskedOptions(checkpoint=bert / "run", output=tmp_path, text=str(bert / "shards"), seq_len=65)
     with pytest.raises(ConfigError, match="or pass --beyond-positions"):
         _loader(asked, opened, mesh)
     assert _loader(replace(asked, beyond_positions=True), opened, mesh).seq_len == 65
@@ -299,16 +299,16 @@ def test_attention_refuses_what_a_picture_does_not_read(capsys, pairs, bert, tmp
 
 
 def test_the_help_shows_the_defaults_of_options_that_may_be_left_out():
-    from launcher.evaluation.attention import AttentionOptions
-    from launcher.evaluation.options import LongPPL, Options
+    from launcher.evaluation.attention_map import AttentionMapOptions
+    from launcher.evaluation.evaluation_options import EvaluationOptions, LongPPL
     from launcher.generation.translation import Translation
 
     defaults = {
-        "blocks": AttentionOptions.blocks,
-        "samples": Options.samples,
-        "seed": Options.seed,
-        "depths": ",".join(f"{depth:g}" for depth in sorted(Options.depths)),
-        "teacher-forced-from": Options.teacher_forced_from,
+        "blocks": AttentionMapOptions.blocks,
+        "samples": EvaluationOptions.samples,
+        "seed": EvaluationOptions.seed,
+        "depths": ",".join(f"{depth:g}" for depth in sorted(EvaluationOptions.depths)),
+        "teacher-forced-from": EvaluationOptions.teacher_forced_from,
         "beams": Translation.beams,
         "length-penalty": Translation.length_penalty,
         "longppl-truncation": LongPPL.truncation,

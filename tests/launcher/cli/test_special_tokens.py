@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.prepare.documents import Document
-from data_pipeline.prepare.encode_controls import encode_parsed
+from data_pipeline.prepare.control_tokens import encode_parsed
+from data_pipeline.prepare.source_items import Document
 from data_pipeline.shards.reader import ShardSet
 from longctx.tokenizer import load_tokenizer
 from tests.launcher.cli.calls import call, refused, succeed
@@ -57,7 +57,7 @@ def test_parsed_they_are_the_ids_of_transformers(capsys, corpus):
     assert "spell special tokens" not in out
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(corpus / "tokenizer" / "tokenizer.json"))
     tokenizer = load_tokenizer(corpus / "tokenizer")
-    begin, end = tokenizer.begins_with.tolist(), tokenizer.ends_with.tolist()
+    begin, end = tokenizer.prefix_ids.tolist(), tokenizer.suffix_ids.tolist()
     wanted = [begin + theirs(text, add_special_tokens=False)["input_ids"] + end for text in TEXTS]
     assert sorted(ids_of(corpus / "shards")) == sorted(wanted)
     # Another folder than that of the same texts as they are.
@@ -67,7 +67,7 @@ def test_parsed_they_are_the_ids_of_transformers(capsys, corpus):
 def test_a_document_that_has_its_frame_gets_it_once(tmp_path):
     write_tokenizer(tmp_path / "tokenizer", tokenizer_json(post_processor=frame(begins=True, ends=True)))
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
-    before, after = (tokenizer.piece(token) for token in (*tokenizer.begins_with, *tokenizer.ends_with))
+    before, after = (tokenizer.piece(token) for token in (*tokenizer.prefix_ids, *tokenizer.suffix_ids))
     documents = [Document(name="bare", text="text"), Document(name="framed", text=f"{before}text{after}")]
     (bare, _), (framed, _) = encode_parsed(documents, tokenizer)
     assert np.array_equal(bare.tokens, framed.tokens)

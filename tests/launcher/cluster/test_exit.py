@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from launcher.cluster import exit as exit_module
-from launcher.cluster.exit import DONE, FAILED, INTERRUPTED, WRONG_USAGE, run_to_exit_code
+from launcher.cluster.exit import ABORTED, DONE, FAILED, USAGE_ERROR, run_to_exit_code
 from launcher.run_folder import LOGS, start_logging
 from longctx.errors import CheckpointError, ClusterError, ConfigError, DataError
 
@@ -36,7 +36,7 @@ def raising(error: BaseException):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (ConfigError("x=1 must be 2."), WRONG_USAGE),
+        (ConfigError("x=1 must be 2."), USAGE_ERROR),
         (DataError("no data"), FAILED),
         (ClusterError("no host"), FAILED),
         (CheckpointError("no checkpoint"), FAILED),
@@ -55,7 +55,7 @@ def test_rank_0_alone_speaks_of_what_all_ranks_raise_and_the_others_leave_it_the
     monkeypatch.setattr(exit_module, "HEAD_START_SECONDS", 7.0)
     for rank, expected, said in (("0", [], "\nConfigError: x\n\n"), ("1", [7.0, 7.0], "")):
         monkeypatch.setenv("RANK", rank)
-        assert run_to_exit_code(raising(ConfigError("x"))) == run_to_exit_code(lambda: sys.exit(2)) == WRONG_USAGE
+        assert run_to_exit_code(raising(ConfigError("x"))) == run_to_exit_code(lambda: sys.exit(2)) == USAGE_ERROR
         assert waited == expected
         assert capfd.readouterr() == ("", said)
 
@@ -73,7 +73,7 @@ def test_with_a_run_folder_the_console_hears_once_and_the_log_of_every_rank_has_
 
 def test_help_and_wrong_flags_keep_their_codes(capfd):
     ends = (lambda: None, lambda: sys.exit(0), lambda: sys.exit(), lambda: sys.exit(2), lambda: sys.exit("why"))
-    assert [run_to_exit_code(end) for end in ends] == [DONE, DONE, DONE, WRONG_USAGE, FAILED]
+    assert [run_to_exit_code(end) for end in ends] == [DONE, DONE, DONE, USAGE_ERROR, FAILED]
     assert capfd.readouterr() == ("", "")
 
 
@@ -107,5 +107,5 @@ def test_our_own_faults_show_their_traceback_and_rank(capfd, monkeypatch):
 
 
 def test_an_interrupt(capfd):
-    assert run_to_exit_code(raising(KeyboardInterrupt())) == INTERRUPTED
+    assert run_to_exit_code(raising(KeyboardInterrupt())) == ABORTED
     assert "--run.resume latest" in capfd.readouterr().err

@@ -23,12 +23,12 @@ import pytest
 import tomli_w
 import yaml
 
-from launcher.cluster.command import SCRIPT
-from launcher.config.load import load_run_config
-from launcher.config.sections import AUTO
+from launcher.cluster.launch_commands import SCRIPT
+from launcher.config.config_sections import AUTO
+from launcher.config.load_config import load_run_config
 from launcher.metrics.record import read_metrics
-from launcher.supervise.command import TrainingCommand
-from launcher.supervise.progress import newest_checkpoint
+from launcher.supervise.progress import newest_checkpoint_step
+from launcher.supervise.training_command import TrainingCommand
 from tests.helpers import REPOSITORY
 from tests.launcher.cluster.namespaces import Namespaces, why_no_namespaces
 from tests.launcher.faults.test_folders import NEXT_STEP, command
@@ -229,7 +229,7 @@ def test_its_pods_train_save_when_one_is_to_end_and_go_on(shards, tmp_path):
         go.touch()
         assert [first.wait(LIMIT), second.wait(LIMIT)] == [1, 1], pods.text()
         assert "Stopped behind step 4 of 8" in pods.text(), pods.text()
-        assert newest_checkpoint(run) == 4
+        assert newest_checkpoint_step(run) == 4
 
         again = [pods.start(index, {}) for index in range(NODES)]
         assert [pod.wait(LIMIT) for pod in again] == [0, 0], pods.text()

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from launcher.cluster.exit import DONE, WRONG_USAGE, run_to_exit_code
+from launcher.cluster.exit import DONE, USAGE_ERROR, run_to_exit_code
+from launcher.config.config_sections import RunConfig, TrainSection
 from launcher.config.flags import take_flag
 from launcher.config.help import _EXAMPLES, _FIRST, CHOICES_OF, first_settings
-from launcher.config.load import from_values, load_run_config
-from launcher.config.sections import RunConfig, TrainSection
+from launcher.config.load_config import config_from_values, load_run_config
 from launcher.pretrain import main
 from launcher.recipes.find import QUICKSTART, find_config, recipes
 from longctx.architecture.rope import Rope
@@ -65,7 +65,7 @@ class TestPrintedConfig:
         argv = ["--config", "llama-3.1-8b-128k", "--train.steps", "9", "--print-config"]
         code, out, err = said(argv, capfd, monkeypatch)
         assert (code, err) == (DONE, "")
-        config = from_values(tomllib.loads(out))
+        config = config_from_values(tomllib.loads(out))
         assert config == load_run_config(argv[:-1])
         assert config.train.steps == 9
 
@@ -74,7 +74,7 @@ class TestPrintedConfig:
 
     def test_a_wrong_flag_is_an_error_all_the_same(self, capfd, monkeypatch):
         code, out, err = said(["--print-config", "--train.nonsense", "1"], capfd, monkeypatch)
-        assert (code, out) == (WRONG_USAGE, "")
+        assert (code, out) == (USAGE_ERROR, "")
         assert "--train.nonsense" in err
 
 

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from launcher.cluster import exit as exit_module
-from launcher.cluster.exit import WRONG_USAGE, run_to_exit_code
-from launcher.config.absent import _ELSEWHERE
-from launcher.config.check import check_run
-from launcher.config.load import from_values, known_keys, load_run_config
-from launcher.config.sections import RunConfig
+from launcher.cluster.exit import USAGE_ERROR, run_to_exit_code
+from launcher.config.config_sections import RunConfig
+from launcher.config.load_config import config_from_values, known_keys, load_run_config
+from launcher.config.run_config_rules import check_run
+from launcher.config.unsupported_keys import _OTHER_TRAINER_KEYS
 from launcher.pretrain import main
 from launcher.recipes.find import QUICKSTART
 from longctx.architecture.rope import Rope
 from longctx.config import PRESETS, ModelConfig
 from longctx.errors import ConfigError
-from longctx.kernels.processor import PRODUCTS
+from longctx.kernels.processor import MATMUL_MODES
 from longctx.untrusted.git_lfs import POINTER_LINE
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import SCREEN, resolved
@@ -149,7 +149,7 @@ def test_defaults_then_file_then_flags(tmp_path):
 
 
 def test_the_quickstart_is_the_file_when_none_is_named():
-    assert load_run_config([]) == from_values(tomllib.loads(QUICKSTART.read_text()))
+    assert load_run_config([]) == config_from_values(tomllib.loads(QUICKSTART.read_text()))
 
 
 def test_a_preset_from_the_command_line_lies_under_the_fields(tmp_path):
@@ -166,7 +166,7 @@ def test_booleans_are_written_as_in_toml_or_as_in_python():
 
 def test_the_resolved_config_reads_back_as_itself():
     config = load_run_config(["--train.lr", "3e-4", "--parallel.context", "4", "--data.validation", "a b"])
-    assert from_values(tomllib.loads(config.to_toml())) == config
+    assert config_from_values(tomllib.loads(config.to_toml())) == config
 
 
 def test_a_whole_number_serves_where_a_fraction_is_meant(tmp_path):
@@ -212,10 +212,10 @@ def test_a_file_is_read_strictly(tmp_path, text, said):
     assert len(str(caught.value).splitlines()) < SCREEN
 
 
-@pytest.mark.parametrize("word", _ELSEWHERE)
+@pytest.mark.parametrize("word", _OTHER_TRAINER_KEYS)
 def test_words_of_other_trainers_are_no_keys_of_ours_and_lead_to_one(word):
     """What stands behind a word names a key that there is, and the first one is the answer."""
-    first = re.search(r"\b(?:train|data|run|zero|parallel|checkpoint|validation)\.[a-z_]+", _ELSEWHERE[word])
+    first = re.search(r"\b(?:train|data|run|zero|parallel|checkpoint|validation)\.[a-z_]+", _OTHER_TRAINER_KEYS[word])
     assert first
     assert first[0] in known_keys()
     with pytest.raises(ConfigError, match=f"there is no key {word} here"):
@@ -277,7 +277,7 @@ def test_wrong_usage_is_one_screen_on_rank_0_alone(argv, said, capfd, monkeypatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        assert run_to_exit_code(lambda: main(argv)) == WRONG_USAGE
+        assert run_to_exit_code(lambda: main(argv)) == USAGE_ERROR
         out, err = capfd.readouterr()
         assert out == "", out
         if rank == "1":
@@ -295,7 +295,7 @@ def test_wrong_usage_is_one_screen_on_rank_0_alone(argv, said, capfd, monkeypatc
 def test_nothing_is_left_to_the_machine(native):
     own = resolved(load_run_config([]), native_bfloat16=native).train
     assert (own.dtype, own.products) == (("bfloat16", "native") if native else ("float32", "float32"))
-    for products in PRODUCTS:
+    for products in MATMUL_MODES:
         asked = ["--train.dtype", "bfloat16", "--train.products", products]
         given = resolved(load_run_config(asked), native_bfloat16=native).train
         assert (given.dtype, given.products) == ("bfloat16", products)

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from launcher.cluster import exit as exit_module
-from launcher.cluster.exit import WRONG_USAGE, run_to_exit_code
-from launcher.config.load import from_values, load_run_config
-from launcher.config.model import describe_change, model_changes
+from launcher.cluster.exit import USAGE_ERROR, run_to_exit_code
+from launcher.config.load_config import config_from_values, load_run_config
+from launcher.config.model_section import describe_change, model_changes
 from launcher.pretrain import main
 from longctx.architecture.rope import Rope
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import save_hf
-from longctx.conversion.checkpoint_writer import save_masters
+from longctx.conversion.checkpoint_writer import save_master_weights
 from longctx.errors import CheckpointError, ConfigError
 from longctx.model.decoder import Decoder
 from tests.launcher.runs import SCREEN
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("base")
     folder = run / CHECKPOINTS / "step_000003"
     folder.parent.mkdir()
-    save_masters(LLAMA, Decoder(LLAMA).state_dict().items(), folder, dtype=torch.float32, training={})
+    save_master_weights(LLAMA, Decoder(LLAMA).state_dict().items(), folder, dtype=torch.float32, training={})
     return folder
 
 
@@ -105,7 +105,7 @@ def test_what_the_weights_fix_is_refused_before_a_rank_waits(checkpoint, flags, 
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        assert run_to_exit_code(lambda: main(["--run.start_from", str(checkpoint), *RATE, *flags])) == WRONG_USAGE
+        assert run_to_exit_code(lambda: main(["--run.start_from", str(checkpoint), *RATE, *flags])) == USAGE_ERROR
         out, err = capfd.readouterr()
         assert (out, err if rank == "1" else "") == ("", "")
     assert all(words in err for words in said), err
@@ -114,7 +114,7 @@ def test_what_the_weights_fix_is_refused_before_a_rank_waits(checkpoint, flags, 
 
 def test_a_table_of_positions_is_as_long_as_the_checkpoints(tmp_path):
     config = dense_config(position="learned", max_positions=64)
-    save_masters(config, Decoder(config).state_dict().items(), tmp_path / "c", dtype=torch.float32, training={})
+    save_master_weights(config, Decoder(config).state_dict().items(), tmp_path / "c", dtype=torch.float32, training={})
     with pytest.raises(ConfigError, match=r"model\.max_positions: checkpoint 64, run 128"):
         load_run_config(["--run.start_from", str(tmp_path / "c"), *RATE, "--model.max_positions", "128"])
 
@@ -187,4 +187,4 @@ def test_routers_that_would_learn_nothing_are_refused(tmp_path, advice):
 
 def test_a_preset_stands_as_it_did():
     for name, config in PRESETS.items():
-        assert from_values({"model": {"preset": name}}).model.config() == config
+        assert config_from_values({"model": {"preset": name}}).model.config() == config

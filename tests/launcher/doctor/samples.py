@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from launcher.doctor.finding import Finding
-from launcher.doctor.machine import Facts, Machine
+from launcher.doctor.check_result import CheckResult
+from launcher.doctor.machine_checks import MachineInfo, MachineReport
 from launcher.doctor.session import MARK
 
-FACTS = Facts(
+FACTS = MachineInfo(
     name="node-01",
     time=1000.0,
     python="3.12.1",
@@ -27,9 +27,9 @@ FACTS = Facts(
 )
 
 
-def machine(*findings: Finding, **facts: Any) -> Machine:
-    """``FACTS``, some of them changed."""
-    return Machine(facts=replace(FACTS, **facts), findings=list(findings))
+def machine(*findings: CheckResult, **facts: Any) -> MachineReport:
+    """``DOCUMENT_DTYPE``, some of them changed."""
+    return MachineReport(facts=replace(FACTS, **facts), findings=list(findings))
 
 
 def answering(file: Path, **facts: Any) -> str:

@@ -8,13 +8,13 @@ import pytest
 from packaging.requirements import Requirement
 
 from launcher.doctor import packages
-from launcher.doctor.finding import Finding, worst
+from launcher.doctor.check_result import CheckResult, worst
 from launcher.doctor.packages import check_packages, installed_versions
 
 GOOD = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "pyarrow": "26.0.1", "numpy": "2.4.6", "flash-attn": None}
 
 
-def failures(installed: dict[str, str | None], requirements: list[str] | None = ()) -> list[Finding]:
+def failures(installed: dict[str, str | None], requirements: list[str] | None = ()) -> list[CheckResult]:
     found = check_packages(installed, requirements)
     return [finding for finding in found if finding.verdict != "ok"]
 

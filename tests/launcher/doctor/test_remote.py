@@ -12,12 +12,20 @@ import pytest
 import torch
 
 from launcher.cluster.remote_shell import environment_files
-from launcher.doctor.machine import Options
-from launcher.doctor.remote import Answer, NoAnswer, ask, check_environment_files, exports, line_there, ssh_command
+from launcher.doctor.machine_checks import CheckOptions
+from launcher.doctor.remote import (
+    HostAnswer,
+    NoAnswer,
+    ask,
+    check_environment_files,
+    exports,
+    remote_command_line,
+    ssh_command,
+)
 from longctx.errors import ClusterError
 from tests.launcher.doctor.samples import FACTS, answering, put_ssh
 
-OPTIONS = Options(folder=Path("/shared/runs"), port=29500, world_size=16, probe=".longctx-doctor-" + "0" * 32)
+OPTIONS = CheckOptions(folder=Path("/shared/runs"), port=29500, world_size=16, probe=".longctx-doctor-" + "0" * 32)
 
 
 def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, timeout: float = 30.0) -> NoAnswer:
@@ -25,7 +33,7 @@ def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, timeout:
     put_ssh(folder, monkeypatch, script)
     answer = ask("node-01", OPTIONS, timeout=timeout)
     assert isinstance(answer, NoAnswer)
-    assert answer.advice
+    assert answer.hint
     return answer
 
 
@@ -50,7 +58,7 @@ def test_a_shell_there_reads_every_word_as_it_is(tmp_path, monkeypatch):
     python.chmod(0o755)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "executable", str(python))
-    command = line_there(("-m", "a b"), {"PYTHONPATH": "a b;c $(touch pwned)", "SECRET": "s"})
+    command = remote_command_line(("-m", "a b"), {"PYTHONPATH": "a b;c $(touch pwned)", "SECRET": "s"})
     assert "SECRET" not in command
     subprocess.run(["sh", "-c", command], check=True, timeout=30, cwd="/")
     assert (folder / "seen").read_text().splitlines() == [str(folder), "a b;c $(touch pwned)", "-m", "a b"]
@@ -61,12 +69,12 @@ def test_an_order_and_its_answer_among_the_noise_of_a_login_script(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     script = answering(tmp_path / "answer", time=time.time() - 100)
     arguments = put_ssh(tmp_path, monkeypatch, f"echo Welcome; echo '{{hello'; {script}")
-    answer = ask("node-01", Options(folder=Path("runs"), port=7))
-    assert isinstance(answer, Answer)
+    answer = ask("node-01", CheckOptions(folder=Path("runs"), port=7))
+    assert isinstance(answer, HostAnswer)
     assert answer.machine.facts.packages == FACTS.packages
     assert answer.skew_seconds == pytest.approx(-100, abs=30)
     # Nothing of the order is on a line that a shell reads. A relative folder is meant from here.
-    assert arguments.read_text().splitlines()[-1].endswith(f"exec {sys.executable} -m launcher.doctor.worker")
+    assert arguments.read_text().splitlines()[-1].endswith(f"exec {sys.executable} -m launcher.doctor.doctor_worker")
     order = json.loads((tmp_path / "orders").read_text())
     assert order == {"do": "examine", "folder": str(tmp_path / "runs"), "port": 7, "world_size": 1, "probe": ""}
 
@@ -85,7 +93,7 @@ class TestNoAnswer:
     def test_ssh_fails(self, tmp_path, monkeypatch, said, advice):
         answer = refusal(tmp_path, monkeypatch, f"echo '{said}' >&2; exit 255")
         assert answer.why == f"ssh failed: {said}"
-        assert advice in answer.advice
+        assert advice in answer.hint
 
     def test_python_is_not_there(self, tmp_path, monkeypatch):
         answer = refusal(tmp_path, monkeypatch, "echo 'sh: python: not found' >&2; exit 127")
@@ -100,7 +108,7 @@ class TestNoAnswer:
     def test_another_version(self, tmp_path, monkeypatch):
         answer = refusal(tmp_path, monkeypatch, answering(tmp_path / "answer", python=3.12))
         assert answer.why.startswith("an answer that is none: facts.python: ")
-        assert "another version" in answer.advice
+        assert "another version" in answer.hint
 
     def test_an_answer_without_end_is_cut(self, tmp_path, monkeypatch):
         refusal(tmp_path, monkeypatch, "exec yes 'longctx-doctor {'")
@@ -162,7 +170,7 @@ class TestVariables:
         assert "SECRET" not in line
         assert self.printed(line, "PYTHONPATH", file.parent) == "/there"
         assert self.printed(exports({"PYTHONPATH": "/here $PATH"}, []), "PYTHONPATH", file.parent) == "/here $PATH"
-        assert line_there((), {}).startswith('export PYTHONPATH="/there"; cd ')
+        assert remote_command_line((), {}).startswith('export PYTHONPATH="/there"; cd ')
 
     def test_a_file_of_another_name(self, file, monkeypatch, tmp_path):
         monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "mine"))

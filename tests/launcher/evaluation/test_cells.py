@@ -10,32 +10,32 @@ import pytest
 
 from launcher.evaluation.cells import _RULER_STEP, try_samples
 from longctx.errors import LengthError
-from longctx.evaluation.task import Sample, Task, too_short
+from longctx.evaluation.evaluation_task import EvaluationSample, EvaluationTask, too_short
 
 SETTING: Any = None
 NEEDED = (100, 110, 103)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Uneven(Task):
+class Uneven(EvaluationTask):
     """Samples whose shortest prompts need ``NEEDED`` tokens, or ten times as many from RULER's step on."""
 
     made: list[tuple[int, int]] = field(default_factory=list)
 
-    def samples(self, setting: Any, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
+    def samples(self, setting: Any, length: int, count: int, *, start: int = 0) -> Iterator[EvaluationSample]:
         for index in range(start, count):
             needed = NEEDED[index] * (40 if length >= _RULER_STEP else 1)
             if needed > length:
                 raise too_short(self.name, length, prompt=needed, answer=0)
             self.made.append((length, index))
-            yield Sample(
+            yield EvaluationSample(
                 task=self.name, length=length, index=index, prompt="", prompt_tokens=needed, answer_tokens=0,
                 answers=(), target="",
             )  # fmt: skip
 
 
 def made_at(length: int) -> list[tuple[int, int]]:
-    task = Uneven(name="uneven", measures="", prompt_budget="", answer_tokens=0, rule=lambda *_: 0.0)
+    task = Uneven(name="uneven", description="", prompt_budget="", answer_tokens=0, rule=lambda *_: 0.0)
     try_samples(SETTING, task, length, len(NEEDED))
     return task.made
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import launcher.evaluation.model as memory
-from launcher.evaluation.store import locked
+import launcher.evaluation.inference_model as memory
+from launcher.evaluation.evaluation_store import locked
 from longctx.errors import ConfigError
 from longctx.generation.cache_size import cache_bytes
 from parallel.mesh import Mesh
@@ -17,7 +17,7 @@ def test_prompts_are_under_way_together_where_memory_holds_their_caches(monkeypa
     config, mesh, device, dtype = config_of("grouped"), Mesh.build(context=1), torch.device("cpu"), torch.float32
     of_one = cache_bytes(config, 4096, dtype, chunk_tokens=16)
     for free, together in ((2**40, 8), (6 * of_one, 3), (0, 1)):
-        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(memory, "free_device_bytes", lambda device, free=free: free)
         found = memory.fitting_together(config, mesh, device, 4096, dtype=dtype, chunk_tokens=16, most=8)
         assert found == together
 

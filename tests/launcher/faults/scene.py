@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.metrics.record import read_metrics
-from launcher.supervise.progress import begin_anew, last_step
+from launcher.supervise.progress import discard_steps, last_step
 from longctx.checkpoint_format import CheckpointReader, list_checkpoints
 from longctx.errors import CheckpointError
 from tests.faults import FaultRow, FaultRows, verdict
@@ -102,7 +102,7 @@ class Scene:
             taken = last_step(self.run) or 0
         if not list_checkpoints(self.run):
             resume = "no"
-            begin_anew(self.run)
+            discard_steps(self.run)
         run(train, 2, self.shards, self.run, {"parallel.expert": 2, "run.resume": resume})
         resumed = 0
         if resume != "no":

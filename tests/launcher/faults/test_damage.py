@@ -24,7 +24,7 @@ PAGE = 4096
 def struck(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed behind its fifth step, with checkpoints of the second and the fourth."""
     scene = Scene(shards, Path(), tmp_path_factory.mktemp("struck"), None)  # type: ignore[arg-type]
-    place = Place("step", "launcher.training.step", "TrainStep.forward_backward")
+    place = Place("step", "launcher.training.train_step", "TrainStep.forward_backward")
     scene.strike(Accident(rank=1, place=place, kind="SIGKILL", ranks=2, step=6), {"checkpoint.wait": True})
     return scene.run
 

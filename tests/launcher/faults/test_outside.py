@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launcher.checkpoint.store import store_at
+from launcher.checkpoint.checkpoint_store import store_at
 from longctx.checkpoint_format import list_checkpoints
 from tests.data_pipeline.stores.s3_server import S3Server
 from tests.launcher.cli.calls import call
@@ -34,12 +34,12 @@ def test_a_store_that_takes_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatc
     outcome = scene.strike(changed=stored)
     seconds = time.monotonic() - began
     assert outcome.codes == [74, 74], outcome.text
-    assert not store_at(ADDRESS).committed()
+    assert not store_at(ADDRESS).checkpoints()
     server.store.fault = lambda method, path: ""
     again = scene.strike(changed={**stored, "run.resume": "latest"})
     assert again.codes == [0, 0], again.text
     newest = list_checkpoints(scene.run)[-1]
-    assert max(store_at(ADDRESS).committed()) == int(newest.name.removeprefix("step_"))
+    assert max(store_at(ADDRESS).checkpoints()) == int(newest.name.removeprefix("step_"))
     server.stop()
     scene.record(
         "files",

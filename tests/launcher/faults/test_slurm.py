@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from launcher.metrics.record import read_metrics
-from launcher.supervise.progress import newest_checkpoint
+from launcher.supervise.progress import newest_checkpoint_step
 from tests.helpers import REPOSITORY
 from tests.launcher.cluster.slurm import slurm, why_no_slurm
 from tests.launcher.cluster.test_slurm import TEMPLATE
@@ -40,7 +40,7 @@ def test_a_node_is_lost(scene: Scene):
         options = ["--parsable", "--requeue", "--time", "10", "--output", str(said), "--open-mode", "append"]
         job = cluster.run("sbatch", *options, "--chdir", str(REPOSITORY), str(TEMPLATE), *scene.settings()).strip()
         wait_until((scene.folder / "waits").exists, "it did not begin")
-        wait_until(lambda: newest_checkpoint(scene.run) == 2, "it did not save")
+        wait_until(lambda: newest_checkpoint_step(scene.run) == 2, "it did not save")
         go.touch()
         lost = time.time()
         cluster.lose(SECOND)
@@ -53,7 +53,7 @@ def test_a_node_is_lost(scene: Scene):
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         cluster.wait(job, LIMIT)
     text = said.read_text()
-    assert newest_checkpoint(scene.run) == 8, text
+    assert newest_checkpoint_step(scene.run) == 8, text
     resumed = [row["step"] for row in read_metrics(scene.run) if row.get("event") == "resume"]
     assert len(resumed) == 1, text
     scene.record(

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.measure.attention import measure_attention, measure_products, slices_of
-from launcher.measure.clock import Clock
-from launcher.measure.elementwise import measure_elementwise
-from launcher.measure.figures import Figure, mean_over_ranks, profile_text
-from launcher.measure.rank import measure_together
-from launcher.measure.run import MeasureOptions, measure_machine
-from launcher.measure.sizes import SMALLEST
-from launcher.plan.hardware import SIZES, Hardware, from_values, load_hardware
+from launcher.measure.attention_benchmark import benchmark_attention, benchmark_matmuls, slices_of
+from launcher.measure.clock import RankTimer
+from launcher.measure.elementwise import benchmark_elementwise
+from launcher.measure.profile_entry import ProfileEntry, mean_over_ranks, profile_text
+from launcher.measure.rank import benchmark_all_ranks
+from launcher.measure.run_benchmarks import BenchmarkOptions, benchmark_machine
+from launcher.measure.sizes import TINY
+from launcher.plan.hardware import SIZES, Hardware, hardware_from_values, load_hardware
 from longctx.errors import ConfigError
 from longctx.kernels.attention.slices import slice_table
 from parallel.schedule.bands import area
@@ -32,15 +32,15 @@ ORDERS = {"device": "cpu", "cpu_time": False, "sizes": "smallest", "timeout_seco
 ALWAYS_MEASURED = {name for name in SIZES if name != "network_bandwidth"}
 
 
-def profile_of(figures: list[Figure]) -> Hardware:
+def profile_of(figures: list[ProfileEntry]) -> Hardware:
     """The profile that these figures make."""
-    figures = [*figures, Figure.of("ranks", 2, "ranks")]
-    return from_values(tomllib.loads(profile_text("mine", "cpu", figures, "today", ["a note"])), "measured")
+    figures = [*figures, ProfileEntry.of("ranks", 2, "ranks")]
+    return hardware_from_values(tomllib.loads(profile_text("mine", "cpu", figures, "today", ["a note"])), "measured")
 
 
 def measure_on_ranks(folder: str) -> None:
     titles: list[str] = []
-    figures = measure_together({**ORDERS, "folder": folder}, torch.device("cpu"), titles.append)
+    figures = benchmark_all_ranks({**ORDERS, "folder": folder}, torch.device("cpu"), titles.append)
     hardware = profile_of(figures)
     assert len(titles) == 7
     assert all(name in hardware.sources for name in ALWAYS_MEASURED - {"exchange_bandwidth"})
@@ -64,8 +64,8 @@ def test_ranks_measure_together_and_have_one_profile(ranks, tmp_path):
 def test_a_process_of_its_own_measures_and_its_profile_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     titles: list[str] = []
-    options = MeasureOptions(device="cpu", sizes="smallest", cpu_time=True)
-    text, hardware = measure_machine(options, tmp_path, titles.append)
+    options = BenchmarkOptions(device="cpu", sizes="smallest", cpu_time=True)
+    text, hardware = benchmark_machine(options, tmp_path, titles.append)
     assert titles[0] == "the program itself"
     assert hardware.ranks == 1
     assert hardware.device_type == "cpu"
@@ -77,18 +77,18 @@ def test_a_process_of_its_own_measures_and_its_profile_is_read(tmp_path, monkeyp
 @pytest.mark.slow
 def test_what_fails_in_a_process_is_said(tmp_path):
     with pytest.raises(RuntimeError, match="KeyError: 'no such sizes'"):
-        measure_machine(MeasureOptions(device="cpu", sizes="no such sizes"), tmp_path, lambda _: None)
+        benchmark_machine(BenchmarkOptions(device="cpu", sizes="no such sizes"), tmp_path, lambda _: None)
 
 
 def test_tables_have_a_value_for_each_point():
-    clock = Clock(torch.device("cpu"), round_seconds=0.0)
-    for figure in measure_elementwise(clock, SMALLEST):
+    clock = RankTimer(torch.device("cpu"), round_seconds=0.0)
+    for figure in benchmark_elementwise(clock, TINY):
         points = math.prod(map(len, figure.axes.values()))
         assert set(figure.values) == {"float32", "bfloat16"}
         assert all(len(values) == points for values in figure.values.values())
 
 
-class HalfASecond(Clock):
+class HalfASecond(RankTimer):
     """Everything takes half a second, once it was done."""
 
     def seconds(self, action: Callable[[], Any]) -> float:
@@ -98,19 +98,19 @@ class HalfASecond(Clock):
 
 def test_rates_are_work_over_seconds():
     clock = HalfASecond(torch.device("cpu"), round_seconds=0.0)
-    forward, backward = measure_products(clock, SMALLEST)
-    shapes = list(itertools.product(SMALLEST.tokens, SMALLEST.widths))
+    forward, backward = benchmark_matmuls(clock, TINY)
+    shapes = list(itertools.product(TINY.tokens, TINY.widths))
     assert forward.values["float32"] == [2 * n * m * m / 0.5 for n, m in shapes]
     assert backward.values["bfloat16"] == [4 * n * m * m / 0.5 for n, m in shapes]
-    figures = {figure.name: figure for figure in measure_attention(clock, SMALLEST)}
-    heads, size = SMALLEST.num_heads, SMALLEST.head_dims[0]
+    figures = {figure.name: figure for figure in benchmark_attention(clock, TINY)}
+    heads, size = TINY.num_heads, TINY.head_dims[0]
     # Eight documents of 64 tokens, or of 128: as many as a call takes.
-    pairs = [8 * n * (n + 1) // 2 for n in SMALLEST.lengths]
+    pairs = [8 * n * (n + 1) // 2 for n in TINY.lengths]
     assert figures["attention_flops"].values["float32"] == [4 * heads * size * n / 0.5 for n in pairs]
     assert figures["attention_backward_flops"].values["float32"] == [10 * heads * size * n / 0.5 for n in pairs]
-    figures = {figure.name: figure for figure in measure_elementwise(clock, SMALLEST)}
+    figures = {figure.name: figure for figure in benchmark_elementwise(clock, TINY)}
     for name, passes in (("memory_bandwidth", 3), ("norm_backward_bandwidth", 4), ("activation_bandwidth", 3)):
-        assert figures[name].values["float32"] == [passes * n / 0.5 for n in SMALLEST.tensor_bytes]
+        assert figures[name].values["float32"] == [passes * n / 0.5 for n in TINY.tensor_bytes]
 
 
 @pytest.mark.parametrize(
@@ -123,18 +123,18 @@ def test_a_mask_leaves_the_pairs_that_it_says(kind, size, pairs):
 def test_cpu_seconds_count_as_often_as_ranks_share_a_core(monkeypatch):
     monkeypatch.setattr("launcher.measure.clock.num_ranks", lambda: 6)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
-    assert Clock(torch.device("cpu"), round_seconds=0.0, cpu_time=True).factor == 3.0
-    assert Clock(torch.device("cpu"), round_seconds=0.0).factor == 1.0
+    assert RankTimer(torch.device("cpu"), round_seconds=0.0, cpu_time=True).factor == 3.0
+    assert RankTimer(torch.device("cpu"), round_seconds=0.0).factor == 1.0
 
 
 def test_the_mean_over_ranks_is_that_of_their_seconds():
-    fast, slow = (Figure("memory_bandwidth", {}, "sums", {"value": [rate]}) for rate in (3e9, 1e9))
+    fast, slow = (ProfileEntry("memory_bandwidth", {}, "sums", {"value": [rate]}) for rate in (3e9, 1e9))
     # A byte takes 1/3 and 1 ns: 2/3 ns in the mean.
     assert mean_over_ranks([fast, slow]).values == {"value": [pytest.approx(1.5e9)]}
 
 
 def test_a_section_is_read_back_as_it_was():
-    figure = Figure("product_flops", {"tokens": (16, 64), "width": (8,)}, "products")
+    figure = ProfileEntry("product_flops", {"tokens": (16, 64), "width": (8,)}, "products")
     for dtype in (torch.float32, torch.bfloat16):
         figure.add(dtype, 1.5e9)
         figure.add(dtype, 250.0)
@@ -144,7 +144,7 @@ def test_a_section_is_read_back_as_it_was():
 
 
 def test_a_clock_counts_one_call_of_many():
-    clock, calls = Clock(torch.device("cpu"), round_seconds=0.01), []
+    clock, calls = RankTimer(torch.device("cpu"), round_seconds=0.01), []
     seconds = clock.seconds(lambda: calls.append(1))
     assert seconds > 0
     assert len(calls) > 3
@@ -154,7 +154,7 @@ def measure_unevenly() -> None:
     """On rank 1 every call takes 4 ms, on rank 0 next to nothing."""
     import torch.distributed as dist
 
-    clock, calls = Clock(torch.device("cpu"), round_seconds=0.01), []
+    clock, calls = RankTimer(torch.device("cpu"), round_seconds=0.01), []
 
     def wait() -> None:
         calls.append(1)
@@ -189,7 +189,7 @@ def test_ranks_repeat_as_often_what_they_do_together_however_long_it_takes_them(
 def test_a_gpu_is_waited_for_before_and_after(monkeypatch):
     waits: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    Clock(torch.device("cuda"), round_seconds=0.0).once(lambda: None)
+    RankTimer(torch.device("cuda"), round_seconds=0.0).once(lambda: None)
     assert len(waits) == 2
 
 
@@ -210,4 +210,4 @@ def test_what_it_cannot_measure_is_refused(arguments, message, tmp_path, monkeyp
 def test_gpus_that_are_not_there_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="2 ranks need as many GPUs"):
-        measure_machine(MeasureOptions(ranks=2, device="cuda"), tmp_path, lambda _: None)
+        benchmark_machine(BenchmarkOptions(ranks=2, device="cuda"), tmp_path, lambda _: None)

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher.metrics.console import Pace, console_line
 from launcher.metrics.expert_load import (
+    compact_record,
     idle_experts,
     idle_share,
     layer_numbers,
@@ -24,12 +24,12 @@ from launcher.metrics.expert_load import (
     max_over_mean,
     max_violation,
     mean_violation,
-    shortened,
     steps_between_loads,
     worst_max_over_mean,
 )
+from launcher.metrics.metrics_console import EtaEstimator, console_line
+from launcher.metrics.metrics_writer import LogSchedule, MetricsWriter, RecordWriter
 from launcher.metrics.record import missing_steps, read_metrics, truncate_after
-from launcher.metrics.writer import Lines, MetricsWriter, RecordWriter
 from launcher.run_folder import LOGS, start_logging
 from longctx.errors import DataError
 from tests.bounded import refusal
@@ -265,19 +265,19 @@ def test_a_validations_line_says_what_it_is_compared_with() -> None:
 
 
 def test_time_left_counts_validations_and_forgets_old_steps() -> None:
-    pace = Pace(10, 100.0)
+    pace = EtaEstimator(10, 100.0)
     assert pace.seconds_left(10, 20, 105.0) is None, "validated, no step taken"
     assert pace.seconds_left(11, 20, 107.0) == pytest.approx(9 * 7.0), "the validation before it is in the pace"
     assert pace.seconds_left(12, 20, 109.0) == pytest.approx(8 * 4.5)
     assert pace.seconds_left(20, 20, 125.0) == 0.0
-    slow_then_fast = Pace(0, 0.0)
+    slow_then_fast = EtaEstimator(0, 0.0)
     for step in range(1, 301):
         left = slow_then_fast.seconds_left(step, 400, 1000.0 + step)
     assert left == pytest.approx(100.0)
 
 
 def test_which_steps_get_a_line() -> None:
-    lines = Lines(total_steps=100, first_step=7, last_step=23, every=5)
+    lines = LogSchedule(total_steps=100, first_step=7, last_step=23, every=5)
     due = [step for step in range(8, 24) if lines.is_due(train(step))]
     assert due == [8, 10, 15, 20, 23], "the first and the last of this process too"
     assert lines.is_due({**VALIDATION, "step": 9})
@@ -332,7 +332,7 @@ def test_idle_experts_take_no_more_room_than_there_are_experts(idle: str, said: 
 
 def test_a_small_models_counts_stand_in_every_step():
     record = train(3)
-    assert shortened(record) == record
+    assert compact_record(record) == record
     assert steps_between_loads(8 * 64) == 1
     assert steps_between_loads(48 * 128) == 64
 
@@ -350,7 +350,7 @@ def test_a_folder_that_goes_on_from_another_one_begins_there(tmp_path):
     assert missing_steps(tmp_path, 9) == [range(8, 9)]
 
 
-LINES = Lines(total_steps=9, first_step=0, last_step=9, every=4)
+LINES = LogSchedule(total_steps=9, first_step=0, last_step=9, every=4)
 
 
 class Terminal(io.StringIO):
@@ -369,7 +369,7 @@ def record_three_steps(folder: Path, stream: io.StringIO, monkeypatch, *, is_ran
     with RecordWriter(folder, LINES, is_rank_0=is_rank_0) as writer:
         for step in (1, 2, 3):
             writer.write(train(step))
-            writer.doing("saving a checkpoint")
+            writer.set_activity("saving a checkpoint")
     assert sys.stdout is stream, "the terminal is given back"
     logging.getLogger("launcher").info("after")
     return stream.getvalue()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.metrics import throughput
-from longctx.architecture.mixers.softmax import attended_pairs
+from longctx.architecture.mixers.softmax_mixer import attended_pairs
 from longctx.config import ModelConfig
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder

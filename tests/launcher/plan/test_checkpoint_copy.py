@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from launcher.checkpoint import host_copy
-from launcher.plan.memory import copies_checkpoints, copy_bytes
-from launcher.plan.world import World
+from launcher.plan.memory_estimate import checkpoint_copy_bytes, copies_checkpoints
+from launcher.plan.planned_world import World
 from parallel.comm.world import gather_objects
 from tests.launcher.runs import STEPS, tiny_config
 from tests.launcher.workers import build, run
@@ -27,10 +27,12 @@ CASES: list[dict[str, Any]] = [
 def compare(shards: Path, folder: Path) -> None:
     for number, changed in enumerate(CASES):
         found = build(shards, folder / str(number), changed)
-        owned = max(gather_objects(host_copy.copy_bytes(found.engine.owned_pieces())))
+        owned = max(gather_objects(host_copy.host_copy_bytes(found.engine.owned_pieces())))
         found.feed.close()
         # Routers' biases, a value for each expert, are a rank's own; parts are rounded up to whole values.
-        assert copy_bytes(found.config, World(ranks=RANKS, ranks_per_node=RANKS)) == pytest.approx(owned, rel=0.01)
+        assert checkpoint_copy_bytes(found.config, World(ranks=RANKS, ranks_per_node=RANKS)) == pytest.approx(
+            owned, rel=0.01
+        )
 
 
 @pytest.mark.slow
@@ -44,9 +46,9 @@ def test_the_copy_is_what_the_largest_rank_owns(shards: Path, tmp_path: Path):
 )
 def test_there_is_none_where_training_waits(tmp_path: Path, changed: dict[str, Any]):
     config = tiny_config(tmp_path, tmp_path, {"zero.stage": 1})
-    assert copy_bytes(config, World(ranks=RANKS, ranks_per_node=RANKS)) > 100_000
+    assert checkpoint_copy_bytes(config, World(ranks=RANKS, ranks_per_node=RANKS)) > 100_000
     config = tiny_config(tmp_path, tmp_path, {"zero.stage": 1, **changed})
-    assert copy_bytes(config, World(ranks=RANKS, ranks_per_node=RANKS)) == 0
+    assert checkpoint_copy_bytes(config, World(ranks=RANKS, ranks_per_node=RANKS)) == 0
     assert not copies_checkpoints(config, 0)
     # The last save is waited for.
     config = tiny_config(tmp_path, tmp_path, {})

@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from launcher.config.check import check_run
-from launcher.config.kept import chunk_choices
-from launcher.config.load import load_run_config
-from launcher.config.sections import LEAST_CHUNK, RunConfig
+from launcher.config.config_sections import LEAST_CHUNK, RunConfig
+from launcher.config.load_config import load_run_config
+from launcher.config.run_config_rules import check_run
+from launcher.config.saved_activations import chunk_choices
 from launcher.plan.estimate import HEADROOM, estimate_run, peak_bytes, planned
 from launcher.plan.hardware import load_hardware
-from launcher.plan.search import search
-from launcher.plan.world import World
+from launcher.plan.plan_search import search_settings
+from launcher.plan.planned_world import World
 from longctx.errors import ConfigError
 from tests.launcher.runs import resolved
 
@@ -93,7 +93,7 @@ def test_a_number_stays():
 
 def test_a_search_chooses_by_itself():
     held = {"parallel.context", "parallel.ulysses", "zero.stage", "train.chunk_tokens", "train.keep", "train.store"}
-    found = search(llama(), WORLD, load_hardware("h100"), held=held)
+    found = search_settings(llama(), WORLD, load_hardware("h100"), held=held)
     assert found.fastest is not None
     assert {one.config.train.chunk_tokens for one in found.front} <= {0, 16384, 8192, 4096, 2048}
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from launcher.config.load import load_run_config
+from launcher.config.load_config import load_run_config
 from tests.fake_cuda.process import variables
 from tests.helpers import REPOSITORY
 from tests.launcher.cli.calls import call, refused, succeed

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from launcher.config.load import load_run_config
+from launcher.config.load_config import load_run_config
 from launcher.metrics.throughput import matmul_parameters, source_parameters
-from launcher.plan.attention import Part, attention_of_rank
-from launcher.plan.computing import narrow_products, weights_in
+from launcher.plan.attention_cost import AttentionWork, attention_of_rank
+from launcher.plan.compute_cost import embedding_projections, weights_in
 from launcher.plan.estimate import RunEstimate, estimate_run
-from launcher.plan.hardware import FOLDER, Hardware, from_values, load_hardware
+from launcher.plan.hardware import FOLDER, Hardware, hardware_from_values, load_hardware
 from launcher.plan.parameters import build_shapes, num_parameters
-from launcher.plan.search import variants
-from launcher.plan.world import World
-from longctx.architecture.mixers.softmax import Softmax
+from launcher.plan.plan_search import variants
+from launcher.plan.planned_world import World
+from longctx.architecture.mixers.softmax_mixer import SoftmaxMixer
 from longctx.batch import PackedDocuments
 from longctx.config import PRESETS
 from longctx.errors import ConfigError
@@ -55,7 +55,7 @@ def profile(**figures: Any) -> Hardware:
         if not isinstance(value, dict):
             value = {"value": value}
         values[name] = {"source": "by hand", **value}
-    return from_values(values, "mine")
+    return hardware_from_values(values, "mine")
 
 
 def config_of(**changed: Any):
@@ -104,7 +104,7 @@ def test_weights_are_all_that_tokens_are_multiplied_by(preset):
     model = config.model.config()
     blocks = build_shapes(config).model.layers
     counted = model.vocab_size * model.embedding_dim
-    counted += sum(weight.outer * weight.inner for weight in narrow_products(model, 1.0))
+    counted += sum(weight.outer * weight.inner for weight in embedding_projections(model, 1.0))
     of_source = 0
     for weight, count in weights_in(blocks).items():
         share = 1.0
@@ -143,7 +143,7 @@ def test_slices_of_all_ranks_are_the_attention_of_the_row(context, ulysses, leng
         sum(attention_of_rank(model, config.parallel, 4, world, rank, documents).flops.values())
         for rank in range(context)
     )
-    assert total == pytest.approx(LAYERS * Softmax().flops(model, lengths))
+    assert total == pytest.approx(LAYERS * SoftmaxMixer().flops(model, lengths))
 
 
 def test_a_ring_meets_whole_squares_and_its_own_diagonal():
@@ -152,9 +152,9 @@ def test_a_ring_meets_whole_squares_and_its_own_diagonal():
     first, last = (
         attention_of_rank(config.model.config(), config.parallel, 4, world, rank, documents).flops for rank in (0, 1)
     )
-    assert set(first) == {Part("causal", 128)}
-    assert set(last) == {Part("causal", 128), Part("full", 128.0)}
-    assert last[Part("full", 128.0)] == LAYERS * 4 * M * 128 * 128
+    assert set(first) == {AttentionWork("causal", 128)}
+    assert set(last) == {AttentionWork("causal", 128), AttentionWork("full", 128.0)}
+    assert last[AttentionWork("full", 128.0)] == LAYERS * 4 * M * 128 * 128
 
 
 @pytest.mark.parametrize(("hidden", "waited"), [(1.0, 0.0), (0.0, 1.0), (0.25, 0.75)])
@@ -231,7 +231,8 @@ def test_the_shipped_core_has_a_source_for_everything_and_plans():
     [(0, "zigzag"), (64, "balanced"), (100, "balanced"), (256, "zigzag"), (512, "zigzag")],
 )
 def test_the_layout_is_that_of_a_run_on_such_documents(document_tokens, layout):
-    """As ``launcher.training.data.leaves_remainders`` says of them: short ones share rows, whole multiples do not."""
+    """As ``launcher.training.run_data.leaves_remainders`` says of them: short ones share rows, whole "
+    "multiples do not."""
     changed = {"parallel__context": 2, "parallel__layout": "auto"}
     run = plan(profile(), ranks=2, document_tokens=document_tokens, **changed)
     assert run.config.parallel.layout == layout
@@ -248,7 +249,7 @@ def test_what_a_profile_leaves_out_is_like_what_it_has():
         "source": "by hand",
     }
     values["product_flops"] = {"tokens": [1, 1e6], "float32": [1e9, 2e9], "bfloat16": [1e9, 2e9], "source": "by hand"}
-    hardware = from_values(values, "mine")
+    hardware = hardware_from_values(values, "mine")
     assert hardware.loss_bandwidth is hardware.memory_bandwidth
     layers = {"model__layers": "window", "model__window": 64}
     experts = {"model__num_experts": 4, "model__experts_per_token": 2, "model__expert_ffn_size": 32}

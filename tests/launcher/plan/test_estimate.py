@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan_bytes import CASES, LEAST, MOST, errors, load_rows, planned
-from launcher.config.load import load_run_config
-from launcher.plan.estimate import estimate_run, longest_row
+from launcher.config.load_config import load_run_config
+from launcher.plan.estimate import estimate_run, max_row_tokens
 from launcher.plan.hardware import load_hardware
-from launcher.plan.world import World
+from launcher.plan.planned_world import World
 from longctx.errors import ConfigError
 
 LLAMA = ["--config", "quickstart", "--model.preset", "llama-3.1-8b", "--parallel.expert", "1"]
@@ -88,7 +88,7 @@ def test_utilisation_is_known_where_the_peak_is(tmp_path):
 def test_the_longest_row_is_the_longest(limit, monkeypatch):
     monkeypatch.setattr("launcher.plan.estimate.fits", lambda config, *_, **__: config.data.seq_len <= limit)
     run = estimate("--data.seq_len", "128", "--train.tokens_per_step", "128", "--parallel.context", "1")
-    assert longest_row(run.config, run.world, run.hardware) == limit // 128 * 128
+    assert max_row_tokens(run.config, run.world, run.hardware) == limit // 128 * 128
 
 
 def _profile(tmp_path: Path, **changes: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher.config.load import load_run_config
-from launcher.plan.zero import Reduction, reduction_bytes
+from launcher.config.load_config import load_run_config
+from launcher.plan.zero_bytes import Reduction, reduction_bytes
 from tests.launcher.runs import resolved
 
 LAYERS = 4
@@ -34,8 +34,8 @@ def test_a_bucket_that_goes_late_stands_beside_less():
     at_once, half_way, at_the_end = (
         Reduction(buckets=100, message=500, kept_share=share, after_backward=0) for share in (1.0, 0.5, 0.0)
     )
-    assert at_once.beside(400, 50) == 600
-    assert half_way.beside(400, 50) == 400, "half of what was kept has gone"
-    assert at_the_end.beside(400, 50) == 150, "all of it, and what passed"
-    assert at_the_end.beside(4000, 50) == 100, "the bucket itself is there from the start"
-    assert at_the_end.beside(0, 0) == 600
+    assert at_once.added_peak(400, 50) == 600
+    assert half_way.added_peak(400, 50) == 400, "half of what was kept has gone"
+    assert at_the_end.added_peak(400, 50) == 150, "all of it, and what passed"
+    assert at_the_end.added_peak(4000, 50) == 100, "the bucket itself is there from the start"
+    assert at_the_end.added_peak(0, 0) == 600

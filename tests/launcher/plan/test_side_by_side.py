@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.cli.plan import _longer, _longest
-from launcher.config.load import load_run_config
+from launcher.cli.plan_command import _longer, _longest
+from launcher.config.load_config import load_run_config
 from launcher.plan.estimate import RunEstimate, estimate_run
 from launcher.plan.hardware import load_hardware
+from launcher.plan.plan_search import FIXED_DEGREE, search_settings
+from launcher.plan.planned_world import World
 from launcher.plan.screen import flags, words
-from launcher.plan.search import FIXED_DEGREE, search
-from launcher.plan.world import World
 
 LLAMA = [
     *(
@@ -76,7 +76,7 @@ def test_the_longest_row_is_what_the_ranks_may_hold():
 def test_a_search_keeps_the_key():
     config = load_run_config([*LLAMA, "--parallel.tokens_per_rank", "4096", "--train.tokens_per_step", "65536"])
     held = {"zero.stage", "zero.offload", "zero.offload_parameters", "parallel.expert"}
-    found = search(config, World.of(config, 4), load_hardware("h100"), held=held)
+    found = search_settings(config, World.of(config, 4), load_hardware("h100"), held=held)
     assert found.fastest is not None
     assert found.fastest.config.parallel.tokens_per_rank == 4096
     assert not set(FIXED_DEGREE) & set(found.fastest.settings)

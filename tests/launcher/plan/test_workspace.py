@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from launcher.config.load import load_run_config
+from launcher.config.load_config import load_run_config
 from launcher.plan.estimate import estimate_run, fits
 from launcher.plan.hardware import load_hardware
+from launcher.plan.planned_world import World
 from launcher.plan.workspace import BackwardCall, backward_workspace, expected_kernel
-from launcher.plan.world import World
 
 GIB = 2**30
 LLAMA = BackwardCall(

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launcher.config.load import load_run_config
-from launcher.config.sections import RunConfig
-from launcher.config.zero import zero_options
-from launcher.plan.zero import Held, partition_bytes
+from launcher.config.config_sections import RunConfig
+from launcher.config.load_config import load_run_config
+from launcher.config.zero_section import zero_options
+from launcher.plan.zero_bytes import PartitionBytes, partition_bytes
 from launcher.trace.live_bytes import LiveBytes
-from launcher.training.model import build_task
+from launcher.training.task_builder import build_task
 from parallel.loss import count_step
 from parallel.mesh import Mesh
-from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
+from parallel.zero.zero_engine import ZeroEngine
 from tests.helpers import run_distributed
 from tests.launcher.runs import resolved
 from tests.oracles import packed_batch
@@ -62,7 +62,7 @@ def run_config(kind: str, stage: int, dtype: str, micro_batches: int, *, overlap
     return resolved(load_run_config([*words, "--parallel.layout", "zigzag"]))
 
 
-def arithmetic(config: RunConfig, mesh: Mesh) -> Held:
+def arithmetic(config: RunConfig, mesh: Mesh) -> PartitionBytes:
     module = build_task(config, mesh)
     return partition_bytes(config, module.to(config.dtype), mesh, "cpu")
 

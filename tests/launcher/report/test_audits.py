@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.metrics.record import DISCARDED_FILE
-from launcher.report.run import load_run
+from launcher.report.report_run import load_run
 from tests.launcher.report.test_report import dense, make_run, page_of, section_of
 
 NAMED = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.report.comparison import bits_of_nats, write_comparison
-from launcher.report.run import load_run
+from launcher.report.report_run import load_run
 from longctx.errors import ConfigError
 from tests.launcher.report.test_report import dense, make_run, section_of, validation
 

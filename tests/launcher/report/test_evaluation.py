@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.evaluation.store import Store
-from launcher.report.evaluation.figures import needle_figure
-from launcher.report.evaluation.folder import load_evaluation
-from launcher.report.evaluation.tables import ruler_rows
+from launcher.evaluation.evaluation_store import EvaluationStore
+from launcher.report.evaluation.evaluation_folder import load_evaluation
+from launcher.report.evaluation.evaluation_plots import plot_needle_scores
+from launcher.report.evaluation.evaluation_tables import ruler_rows
 from longctx.evaluation import ScoreRow
 
 SCORES = {
@@ -28,7 +28,7 @@ def needle_rows(lengths: int) -> list[dict]:
 @pytest.mark.parametrize("name", ["3-long", "0-1", "long"])
 def test_ids_of_a_picture_carry_a_name_that_may_begin_with_a_digit(name):
     """The folder of a run may be called 3-long; the 3 was read as part of the number of a group."""
-    picture = needle_figure([("", needle_rows(2))], "caption", name)
+    picture = plot_needle_scores([("", needle_rows(2))], "caption", name)
     ids = set(re.findall(r'\bid="([^"]+)"', picture))
     assert all(found.startswith(f"{name}-") for found in ids)
     assert set(re.findall(r'(?:url\(#|href="#)([^)"]+)', picture)) <= ids
@@ -37,7 +37,7 @@ def test_ids_of_a_picture_carry_a_name_that_may_begin_with_a_digit(name):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An evaluation of two of RULER's tasks, one of which was not measured at one length."""
-    store = Store(tmp_path, {"model": "tiny", "date": "2026-01-02", "depths": []}, {})
+    store = EvaluationStore(tmp_path, {"model": "tiny", "date": "2026-01-02", "depths": []}, {})
     for (task, length), scores in SCORES.items():
         for index, score in enumerate(scores):
             row = ScoreRow(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launcher.metrics.goodput.account import LEAST, read_goodput
 from launcher.report.page import goodput_section
-from launcher.report.text import duration
+from launcher.report.report_text import duration
 from tests.launcher.metrics.goodput.test_account import World
 from tests.launcher.report.test_report import dense, make_run, page_of, section_of
 

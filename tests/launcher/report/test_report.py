@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from launcher.metrics.writer import MetricsWriter
-from launcher.report import experts as report_experts
-from launcher.report import figures as report_figures
-from launcher.report import head
+from launcher.metrics.metrics_writer import MetricsWriter
+from launcher.report import expert_report as report_experts
 from launcher.report import page as report
+from launcher.report import report_header
+from launcher.report import report_plots as report_figures
 from launcher.report.page import write_report
 from longctx.errors import ConfigError, DataError
 
@@ -159,13 +159,13 @@ def test_dead_experts_are_named_with_their_steps(tmp_path: Path) -> None:
     said = report_experts.dead_experts(run.train)
     assert said == ["model.layers.3.mlp.experts.0 (steps 21 to 80, 141 to 200)"]
     assert report.dead_caption(said) == f"Without a token for 50 steps or more: {said[0]}."
-    assert head.remarks(run) == ["Without a token for 50 steps or more: 1 expert, named below."]
+    assert report_header.run_warnings(run) == ["Without a token for 50 steps or more: 1 expert, named below."]
 
 
 def test_a_run_of_an_earlier_release_is_still_shown() -> None:
     old = {"kind": "train", "step": 1, "loss": 7.0, "expert_load": [[1, 2], [3, 4]]}
-    assert ">Layer 1</text>" in report_experts.load_figure([old])
-    assert report_experts.balance_figure([old]) is None
+    assert ">Layer 1</text>" in report_experts.plot_expert_loads([old])
+    assert report_experts.plot_balance([old]) is None
 
 
 def test_a_run_before_its_first_step(tmp_path: Path) -> None:
@@ -189,10 +189,10 @@ def test_a_failed_report_leaves_the_older_one(tmp_path: Path, monkeypatch: pytes
     folder = make_run(tmp_path / "run", [])
     before = page_of(folder)
 
-    def fail(run: report.Run) -> str:
+    def fail(run: report.RunData) -> str:
         raise OSError("disk full")
 
-    monkeypatch.setattr(report, "render", fail)
+    monkeypatch.setattr(report, "render_report", fail)
     with pytest.raises(OSError, match="disk full"):
         write_report(folder)
     assert (folder / "report.html").read_text() == before
@@ -258,8 +258,8 @@ def test_sample_texts_keep_their_lines_and_are_escaped(tmp_path: Path) -> None:
 def test_time_left_counts_what_lies_between_steps(tmp_path: Path) -> None:
     run = report.load_run(make_run(tmp_path / "run", [dense(step) for step in range(1, 6)]))
     # A second a step by the clock of the records, half of it in steps; 15 steps are left.
-    assert head.seconds_left(run) == 15
-    assert head.state(run) == "at step 5 of 20, about 15 s left when it was logged"
+    assert report_header.seconds_left(run) == 15
+    assert report_header.state(run) == "at step 5 of 20, about 15 s left when it was logged"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from launcher.metrics.record import Record, read_metrics
-from launcher.supervise.progress import last_event, last_step, newest_checkpoint
+from launcher.supervise.progress import last_event, last_step, newest_checkpoint_step
 from tests.launcher.runs import Ended, Launch, flags
 
 STEPS = 40
@@ -57,7 +57,7 @@ def disturbed(
     seconds = time.monotonic() - began
     assert not alive, [process.cmdline() for process in alive]
     steps = [record["step"] for record in read_metrics(folder) if record["kind"] == "train"]
-    return Disturbed(ended, seconds, steps[-1], newest_checkpoint(folder), last_event(folder))
+    return Disturbed(ended, seconds, steps[-1], newest_checkpoint_step(folder), last_event(folder))
 
 
 def send(number: signal.Signals, whom: str) -> Callable[[Launch], None]:

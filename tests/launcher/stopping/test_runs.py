@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.cluster.exit import INTERRUPTED, STOPPED
+from launcher.cluster.exit import ABORTED, STOPPED
 from launcher.metrics.record import read_metrics
-from launcher.supervise.progress import last_event, last_step, newest_checkpoint
+from launcher.supervise.progress import last_event, last_step, newest_checkpoint_step
 from tests.faults import FaultRow, FaultRows, verdict
 from tests.helpers import REPOSITORY
 from tests.launcher.cluster.cluster import missing_programs, two_hosts
@@ -123,7 +123,7 @@ def test_a_second_ctrl_c_ends_at_once(shards, tmp_path):
     # Steps that take longer than it takes to press a key.
     slow = {"train.tokens_per_step": 512 * 16, "train.steps": 20}
     found = disturbed(shards, tmp_path / "run", act, slow, after_step=1)
-    assert (found.ended.code, found.saved, found.stop) == (INTERRUPTED, None, None)
+    assert (found.ended.code, found.saved, found.stop) == (ABORTED, None, None)
     assert not found.ended.orphans
 
 
@@ -157,7 +157,7 @@ def test_a_limit_of_time_is_kept(shards, tmp_path):
     assert ended.code == STOPPED
     assert stop is not None
     assert stop["reason"] == "max_seconds"
-    assert stop["step"] == last_step(folder) == newest_checkpoint(folder)
+    assert stop["step"] == last_step(folder) == newest_checkpoint_step(folder)
     saved = (folder / "checkpoints" / f"step_{stop['step']:06d}" / "manifest.json").stat().st_mtime
     assert limit - 5.0 < saved - began < limit + 1.0, "an unmeasured save may come a little late"
     assert not ended.orphans
@@ -236,5 +236,5 @@ def test_a_run_whose_shell_has_ended_goes_on(shards, tmp_path):
     finally:
         if started.is_running():
             started.kill()
-    assert newest_checkpoint(tmp_path / "run") == 8
+    assert newest_checkpoint_step(tmp_path / "run") == 8
     assert last_event(tmp_path / "run") is None

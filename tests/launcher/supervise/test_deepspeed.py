@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from launcher.cluster.exit import STOPPED
-from launcher.supervise.progress import last_step, newest_checkpoint
+from launcher.supervise.progress import last_step, newest_checkpoint_step
 from longctx.checkpoint_format import list_checkpoints
 from tests.launcher.cluster.cluster import HOSTS, missing_programs, two_hosts
 from tests.launcher.runs import STEPS, Launch, flags, supervised
@@ -46,7 +46,7 @@ def test_whoever_is_killed_the_metrics_are_those_of_an_undisturbed_run(shards, t
     assert "longctx run: attempt 1 ended" in text or victim != "rank"
     # With it DeepSpeed's launcher shows its last rank's number where another one has failed.
     assert "--local_rank" not in text
-    assert newest_checkpoint(folder) == STEPS
+    assert newest_checkpoint_step(folder) == STEPS
     run(train, 2, shards, tmp_path / "undisturbed", {})
     assert rows(folder) == rows(tmp_path / "undisturbed"), "to the last bit"
 
@@ -63,7 +63,7 @@ def test_so_they_are_under_our_own_verb(shards, tmp_path, victim):
     {"rank": ranks[-1], "command": command}[victim].send_signal(signal.SIGKILL)
     text = check_ended(launch, 0)
     assert "longctx run: attempt 1 ended" in text or victim != "rank"
-    assert newest_checkpoint(folder) == STEPS
+    assert newest_checkpoint_step(folder) == STEPS
     run(train, 2, shards, tmp_path / "undisturbed", {})
     assert rows(folder) == rows(tmp_path / "undisturbed"), "to the last bit"
 
@@ -80,7 +80,7 @@ def test_a_stop_is_the_ranks_own_and_the_last_thing_said_is_ours(shards, tmp_pat
     assert "Traceback" not in text
     before, after = text.split("Stopped behind step")
     assert "--run.resume auto" in after
-    assert newest_checkpoint(folder) == last_step(folder)
+    assert newest_checkpoint_step(folder) == last_step(folder)
     # DeepSpeed's launcher notes the exit codes of its ranks, a line each.
     others = [line for line in after.splitlines()[4:] if line.strip() and "[launch.py" not in line]
     assert not others, others

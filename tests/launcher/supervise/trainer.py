@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.supervise.command import TrainingCommand
+from launcher.supervise.training_command import TrainingCommand
 
 _SCRIPT = """
 import json, os, pathlib, signal, subprocess, sys, time

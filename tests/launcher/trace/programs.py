@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from launcher.trace.links import Links
+from launcher.trace.link_traffic import Links
 from launcher.trace.recorder import Recorder, StoppedAtWaitError
 
 KIB = 1024

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from launcher.config.load import load_run_config
-from launcher.plan.documents import synthetic_batch
-from launcher.plan.world import World, rank_kinds
+from launcher.config.load_config import load_run_config
+from launcher.plan.planned_world import World, rank_kinds
+from launcher.plan.synthetic_documents import synthetic_batch
 from launcher.trace.assumed import EvenRouting
 from launcher.trace.host_waits import HostWaits
 from parallel.mesh import Mesh
@@ -88,7 +88,7 @@ def test_a_trace_needs_no_deepspeed():
         "    if name == 'deepspeed': raise metadata.PackageNotFoundError(name)\n"
         "    return found(name)\n"
         "metadata.version = version\n"
-        "import launcher.cli.plan, launcher.trace.trace, launcher.trace.step"
+        "import launcher.cli.plan_command, launcher.trace.trace, launcher.trace.trace_step"
     )
     done = subprocess.run([sys.executable, "-c", absent], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

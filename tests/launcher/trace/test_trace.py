@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from launcher.config.load import load_run_config
-from launcher.plan.documents import synthetic_batch
-from launcher.trace.links import BETWEEN, WITHIN
+from launcher.config.load_config import load_run_config
+from launcher.plan.synthetic_documents import synthetic_batch
+from launcher.trace.link_traffic import BETWEEN, WITHIN
 from longctx.architecture.size import count_parameters
 from parallel.layout.sequence import SequenceLayout
-from parallel.schedule.heads import AttentionShape
-from parallel.schedule.schedule import Schedule
+from parallel.schedule.attention_schedule import Schedule
+from parallel.schedule.head_split import AttentionShape
 from tests.fake_cuda.process import json_on_fake_cuda
 
 pytestmark = pytest.mark.timeout(600)

@@ -7,10 +7,10 @@ import os
 import sys
 from typing import Any
 
-from launcher.config.load import load_run_config
-from launcher.plan.world import World
-from launcher.trace.step import trace_rank
+from launcher.config.load_config import load_run_config
+from launcher.plan.planned_world import World
 from launcher.trace.trace import traced_config
+from launcher.trace.trace_step import trace_rank
 
 
 def trace(case: dict[str, Any]) -> dict[str, Any]:

@@ -12,12 +12,12 @@ import pytest
 
 from benchmarks.flips import Flip, looked_at
 from launcher.metrics.record import AUDIT_EVENT, Record, read_metrics
-from launcher.supervise.hosts import suspected_ranks
-from launcher.training.hook import Step
+from launcher.supervise.host_selection import suspected_ranks
+from launcher.training.hook import RunningStep
 from launcher.training.hooks.audit import StepAudit
-from launcher.training.run import Progress, Run
-from launcher.training.step import TrainStep
+from launcher.training.run_state import Progress, TrainingRun
 from launcher.training.totals import StepSums
+from launcher.training.train_step import TrainStep
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.kernels.regions import missing_for_compiling
 from tests.faults import FaultRow, verdict
@@ -80,12 +80,12 @@ def kinds_of(folder: Path) -> list[Record]:
 class FlippedStep(TrainStep):
     """The last rank is wrong once, in a product of one step that is looked at."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
         self.flip = Flip()
         self.flip.bit = 11
 
-    def forward_backward(self, step: Step) -> StepSums:
+    def forward_backward(self, step: RunningStep) -> StepSums:
         self.flip.seen, self.flip.is_counting = 0, True
         sums = super().forward_backward(step)
         self.flip.is_counting = False
@@ -95,7 +95,7 @@ class FlippedStep(TrainStep):
         audit = self.hook(StepAudit)
         if audit is not None and self.run.mesh.rank == self.run.mesh.world_size - 1:
             # Every step has as many products as the one before: the model is dense.
-            chance = audit._auditor._chance(progress.step + 1, self.run.mesh.rank)
+            chance = audit._audit._generator(progress.step + 1, self.run.mesh.rank)
             self.flip.call = (looked_at(chance, self.flip.seen) or [0])[-1]
             if progress.step + 1 != WRONG:
                 self.flip.call = 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.loader import build_loader
-from launcher.config.load import load_run_config
+from launcher.config.load_config import load_run_config
 from launcher.metrics.throughput import training_flops
 from longctx.config import PRESETS
 from longctx.tokenizer import load_tokenizer
@@ -79,7 +79,7 @@ def test_ranks_have_as_much_work_and_the_rows_of_the_step(uneven: Path):
                 seen.append(tuple(batch.tokens.flatten().tolist()))
         return work, seen
 
-    in_order, balanced, in_lockstep = of_ranks(), of_ranks(cost=cost), of_ranks(cost=cost, lockstep=True)
+    in_order, balanced, in_lockstep = of_ranks(), of_ranks(cost=cost), of_ranks(cost=cost, sync_per_micro_batch=True)
     assert sorted(in_order[1]) == sorted(balanced[1]) == sorted(in_lockstep[1])
     factors = [4 * max(work) / sum(work) for work, _ in (in_order, balanced, in_lockstep)]
     assert factors[1] <= 1.005 <= factors[2] <= 1.05 < factors[0]
@@ -99,4 +99,4 @@ def test_ranks_have_as_much_work_and_the_rows_of_the_step(uneven: Path):
 )
 def test_data_ranks_meet_in_each_micro_batch_where_gradients_weights_or_experts_do(flags, waits):
     words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    assert resolved(load_run_config(["--config", "quickstart", *words])).in_lockstep == waits
+    assert resolved(load_run_config(["--config", "quickstart", *words])).sync_micro_batches == waits

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import launcher.training.machine as machines
-from launcher.config.resolve import Data, Machine, resolve
-from launcher.config.sections import LEAST_CHUNK
-from launcher.training.machine import machine_of_ranks
+import launcher.training.rank_machine as machines
+from launcher.config.config_sections import LEAST_CHUNK
+from launcher.config.resolve import Data, TargetMachine, resolve
+from launcher.training.rank_machine import machine_of_ranks
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from parallel.comm.world import gather_objects
 from parallel.mesh import Mesh
@@ -56,8 +56,8 @@ def settle_with_little_on_one_rank(folder: Path) -> None:
     plenty, little, none = 8 << 30, 150 << 20, 1 << 20
     found = []
     for of_rank_0, of_rank_1 in ((plenty, plenty), (plenty, little), (little, plenty), (none, plenty)):
-        machines.free_bytes = lambda _, free=(of_rank_0, of_rank_1): free[mesh.rank]
-        machine = machine_of_ranks(Machine(ranks=2), config, mesh, torch.device("cpu"))
+        machines.free_device_bytes = lambda _, free=(of_rank_0, of_rank_1): free[mesh.rank]
+        machine = machine_of_ranks(TargetMachine(ranks=2), config, mesh, torch.device("cpu"))
         found.append(resolve(config, machine, Data(is_packed=False)).train.chunk_tokens)
     assert gather_objects(found) == [found, found]
     # Whole rows take 170 MiB, chunks of any size 118: there is one group of heads, and its queries and keys decide.

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-import launcher.training.machine as machines
-from launcher.config.resolve import Choice, Data, Machine, resolve
-from launcher.training.model import compiler_of
+import launcher.training.rank_machine as machines
+from launcher.config.resolve import Choice, Data, TargetMachine, resolve
+from launcher.training.task_builder import compiler_of
 from longctx.errors import ConfigError
 from longctx.kernels.regions import missing_for_compiling
 from parallel.mesh import Mesh
@@ -25,7 +25,7 @@ def asked(tmp_path, wish: str):
 def comes_to(tmp_path, wish: str, device_type: str, problem: str = "") -> tuple[str | None, list[Choice]]:
     """The compiler of a run that wishes so, and what is said."""
     said: list[Choice] = []
-    machine = Machine(ranks=2, device_type=device_type, native_bfloat16=True, compile_problem=problem)
+    machine = TargetMachine(ranks=2, device_type=device_type, native_bfloat16=True, compile_problem=problem)
     config = resolve(asked(tmp_path, wish), machine, Data(is_packed=True), say=said.append)
     return compiler_of(config), [choice for choice in said if "ompile" in choice.why]
 
@@ -55,7 +55,7 @@ def test_the_rank_that_cannot_compile_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(machines, "gather_objects", lambda _: [None, "there is no C++ compiler (g++)"])
     mesh = Mesh(rank=0, world_size=2, context=2, ranks_per_node=2)
     for wish, problem in (("on", "on rank 1 there is no C++ compiler (g++)"), ("auto", ""), ("off", "")):
-        machine = machines.machine_of_ranks(Machine(ranks=2), asked(tmp_path, wish), mesh, torch.device("cpu"))
+        machine = machines.machine_of_ranks(TargetMachine(ranks=2), asked(tmp_path, wish), mesh, torch.device("cpu"))
         assert machine.compile_problem == problem
 
 

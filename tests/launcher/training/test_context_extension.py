@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import launcher.report.page
-from launcher.config.load import QUICKSTART, load_run_config
-from launcher.config.sections import RunConfig
+from launcher.config.config_sections import RunConfig
+from launcher.config.load_config import QUICKSTART, load_run_config
 from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, list_checkpoints, model_config

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import data_pipeline.shards.verify
+import data_pipeline.shards.shard_verification
 import launcher.training.data_check
-from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.build_shards import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.reader import ShardSet
 from launcher.training.data_check import check_data
-from launcher.training.run import Run
+from launcher.training.run_state import TrainingRun
 from longctx.errors import DataError
 from longctx.files import hash_file
 from longctx.tokenizer import load_tokenizer
@@ -54,7 +54,7 @@ def counted(folder: Path, verify: str) -> list[Path]:
         read.append(path)
         return hash_file(path)
 
-    data_pipeline.shards.verify.hash_file = hash_and_count  # type: ignore[attr-defined]
+    data_pipeline.shards.shard_verification.hash_file = hash_and_count  # type: ignore[attr-defined]
     told = check_data(opened(folder), verify)  # type: ignore[arg-type]
     assert [(entry.file, entry.bytes) for entry in told] == [(path.name, path.stat().st_size) for path in read]
     return read
@@ -67,7 +67,7 @@ def every_file(folder: Path) -> list[Path]:
 def start_with_cache(cache: Path) -> None:
     os.environ["LONGCTX_CACHE"] = str(cache)
     # The files of a test are seconds old.
-    data_pipeline.shards.verify._SETTLED_NANOSECONDS = -(10**12)
+    data_pipeline.shards.shard_verification._MIN_AGE_NANOSECONDS = -(10**12)
 
 
 def read_once_over_all(folder: Path, cache: Path) -> None:
@@ -94,7 +94,7 @@ def read_of_own_copies(folder: Path, cache: Path) -> None:
     start_with_cache(cache)
     rank = dist.get_rank()
     host = rank // 2
-    data_pipeline.shards.verify.place_of = lambda path: f"host {host}"  # type: ignore[attr-defined]
+    data_pipeline.shards.shard_verification.place_of = lambda path: f"host {host}"  # type: ignore[attr-defined]
     of_all = gather_objects(counted(folder, "start"))
     for pair in (of_all[:2], of_all[2:]):
         assert sorted(path for paths in pair for path in paths) == every_file(folder)
@@ -183,7 +183,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def change_shards(change: str, run: Run) -> None:
+def change_shards(change: str, run: TrainingRun) -> None:
     """What befalls the shards of a run in a step, while the next one's rows are ready on every rank."""
     while run.feed._ready.empty():
         time.sleep(0.01)

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import launcher.training.data_check
-from data_pipeline.shards import copies
+from data_pipeline.shards import local_copies
 from data_pipeline.shards.reader import ShardSet
 from launcher.metrics.record import read_metrics
 from launcher.training.data_check import fetch_data
@@ -66,13 +66,13 @@ def fetch_on_two_hosts(endpoint: str, cache: Path) -> None:
     rank = dist.get_rank()
     begin(endpoint, cache / f"host{rank // 2}")
     fetched: list[str] = []
-    bring = copies.LocalCopy.bring
+    bring = local_copies.LocalCopy.fetch
 
-    def noted(copy: copies.LocalCopy, entry: Any) -> None:
+    def noted(copy: local_copies.LocalCopy, entry: Any) -> None:
         fetched.append(entry.file)
         bring(copy, entry)
 
-    copies.LocalCopy.bring = noted
+    local_copies.LocalCopy.fetch = noted
     shards = ShardSet.open(URL)
     fetch_data([shards])
     of_all: list[list[str]] = [[] for _ in range(4)]
@@ -90,7 +90,7 @@ def test_ranks_that_share_a_cache_divide_the_shards(server: S3Server, tmp_path: 
 def refuse(endpoint: str, cache: Path) -> None:
     begin(endpoint, cache)
     shards = ShardSet.open(URL)
-    check_room, disk_usage = launcher.training.data_check._check_room, shutil.disk_usage
+    check_room, disk_usage = launcher.training.data_check._check_free_space, shutil.disk_usage
 
     def little_room_on_rank_1(found: Any) -> None:
         if dist.get_rank() == 1:
@@ -98,11 +98,11 @@ def refuse(endpoint: str, cache: Path) -> None:
             shutil.disk_usage = lambda path: usage._replace(free=1)
         check_room(found)
 
-    launcher.training.data_check._check_room = little_room_on_rank_1
+    launcher.training.data_check._check_free_space = little_room_on_rank_1
     with pytest.raises(DataError, match=r"GB more on this host.*\n.*data\.cache"):
         fetch_data([shards])
     shutil.disk_usage = disk_usage
-    launcher.training.data_check._check_room = check_room
+    launcher.training.data_check._check_free_space = check_room
     # Damaged for whoever fetches it: an error on every rank.
     with pytest.raises(DataError, match=r"s3://corpora/tiny/00001\.arrow is damaged"):
         fetch_data([shards])

@@ -10,7 +10,7 @@ import torch
 
 from launcher.metrics.record import read_metrics
 from launcher.training.hooks.dead_experts import DeadExperts
-from launcher.training.step import TrainStep
+from launcher.training.train_step import TrainStep
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CheckpointReader, list_checkpoints
 from tests.helpers import REPOSITORY

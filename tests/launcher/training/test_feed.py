@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from data_pipeline.loader import Taken
-from data_pipeline.rows.batches import Place, Share
+from data_pipeline.rows.row_batches import Place, Share
 from launcher.training import feed as feed_module
 from launcher.training.feed import StepFeed
 from longctx.batch import PackedDocuments
-from longctx.compact_batch import CompactBatch, Span, looked_up
+from longctx.compact_batch import CompactBatch, TokenSpan, unpack_by_lookup
 from longctx.errors import DataError
 
 WAIT = 30.0
@@ -59,7 +59,7 @@ class NumberedLoader:
         assert share.documents == documents
         batch = CompactBatch(
             ids=ids,
-            spans=torch.tensor([Span(0, 2, 1, 0)]),
+            spans=torch.tensor([TokenSpan(0, 2, 1, 0)]),
             ends=torch.zeros(1, dtype=torch.uint8),
             bounds=documents.cu_seqlens,
             documents=documents,
@@ -214,12 +214,12 @@ def test_what_a_gpu_copies_late_is_what_was_read(monkeypatch):
     feed = feed_of(OneBuffer(), device="cuda:3", prefetch_steps=2)
     given = [feed.next_step()[0].shards for _ in range(4)]
     feed.close()
-    late = [looked_up(shard, "cpu")["tokens"].unique().tolist() for shards in given for shard in shards]
+    late = [unpack_by_lookup(shard, "cpu")["tokens"].unique().tolist() for shards in given for shard in shards]
     assert late == [[number] for number in range(8)]
 
 
 def test_a_reader_that_hangs_does_not_keep_the_end_waiting(monkeypatch):
-    monkeypatch.setattr(feed_module, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(feed_module, "_CLOSE_TIMEOUT_SECONDS", 0.1)
     loader = NumberedLoader()
     feed = feed_of(loader)
     feed.next_step()

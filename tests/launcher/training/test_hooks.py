@@ -12,10 +12,10 @@ import torch
 
 from launcher.metrics.record import Record
 from launcher.training.feed import StepData
-from launcher.training.hook import Step, StepHook
+from launcher.training.hook import RunningStep, StepHook
 from launcher.training.hooks import step_hooks
 from launcher.training.hooks.non_finite import NonFinite
-from launcher.training.step import TrainStep
+from launcher.training.train_step import TrainStep
 from longctx.errors import TrainingError
 from parallel.comm.world import gather_objects
 from tests.launcher.workers import build, run
@@ -29,18 +29,18 @@ class Noting(StepHook):
     def __init__(self, name: str, noted: list[str]) -> None:
         self.name, self.noted = name, noted
 
-    def before_forward(self, step: Step) -> None:
+    def before_forward(self, step: RunningStep) -> None:
         self.noted.append(f"{self.name} before forward")
         step.scope.callback(lambda: self.noted.append(f"{self.name} closed"))
         step.summed[self.name] = lambda device: torch.tensor([1.0, float(os.environ["RANK"])], device=device)
 
-    def before_update(self, step: Step) -> None:
+    def before_update(self, step: RunningStep) -> None:
         self.noted.append(f"{self.name} before update, {step.totals.summed[self.name].tolist()}")
 
-    def after_update(self, step: Step) -> None:
+    def after_update(self, step: RunningStep) -> None:
         self.noted.append(f"{self.name} after update, {step.skipped or 'taken'}")
 
-    def record(self, step: Step, record: Record) -> None:
+    def record(self, step: RunningStep, record: Record) -> None:
         self.noted.append(f"{self.name} record")
         record[self.name] = step.number
 
@@ -51,14 +51,14 @@ class Refusing(StepHook):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def before_update(self, step: Step) -> None:
+    def before_update(self, step: RunningStep) -> None:
         step.refuse("no reason", lambda norm: step.number == self.step)
 
 
 class Ending(StepHook):
     """Ends the run on all ranks alike, before the update."""
 
-    def before_update(self, step: Step) -> None:
+    def before_update(self, step: RunningStep) -> None:
         raise TrainingError("no further")
 
 
@@ -116,7 +116,7 @@ class Watching(StepHook):
     def __init__(self) -> None:
         self.data: list[weakref.ref[StepData]] = []
 
-    def before_forward(self, step: Step) -> None:
+    def before_forward(self, step: RunningStep) -> None:
         self.data.append(weakref.ref(step.data))
 
 
@@ -142,8 +142,8 @@ def list_hooks(shards: Path, output: Path) -> None:
     recording = {**CONTEXT, "train.record_routing": output / "routing", "parallel.check_rows": "off"}
     other = {type(hook) for hook in step_hooks(build(shards, output / "other", recording))}
     assert NonFinite in plain & other
-    assert {kind.__name__ for kind in plain - other} == {"MessageSums"}
-    assert {kind.__name__ for kind in other - plain} == {"Routing"}
+    assert {kind.__name__ for kind in plain - other} == {"MessageChecksums"}
+    assert {kind.__name__ for kind in other - plain} == {"RoutingHook"}
 
 
 def test_the_list_has_what_the_config_asks_for(shards, tmp_path):

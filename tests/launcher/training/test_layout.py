@@ -9,7 +9,7 @@ import pytest
 
 from data_pipeline.shards.reader import ShardSet
 from launcher.run_folder import CONFIG_FILE
-from launcher.training.data import leaves_remainders
+from launcher.training.run_data import leaves_remainders
 from tests.data_pipeline.lengths import write_lengths
 from tests.launcher.workers import rows, run, train, train_each
 
@@ -68,5 +68,5 @@ def test_rows_are_judged_by_the_first_documents(shards, tmp_path, monkeypatch):
     tokenizer = ShardSet.open(shards, verify=False).tokenizer()
     written = write_lengths(tmp_path / "data", tokenizer, [8] * 50 + [12, 12])
     assert leaves_remainders([written], 8)
-    monkeypatch.setattr("launcher.training.data._LOOKED_AT", 50)
+    monkeypatch.setattr("launcher.training.run_data._MAX_DOCUMENTS_READ", 50)
     assert not leaves_remainders([written], 8)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launcher.training.hook import Step
-from launcher.training.step import TrainStep
+from launcher.training.hook import RunningStep
 from launcher.training.totals import StepSums
+from launcher.training.train_step import TrainStep
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import ClusterError
@@ -113,7 +113,7 @@ def break_a_step(name: str, shards: Path, output: Path) -> None:
     told = output.parent / f"{output.name}.at"
 
     class DisturbedStep(TrainStep):
-        def forward_backward(self, step: Step) -> StepSums:
+        def forward_backward(self, step: RunningStep) -> StepSums:
             if step.number != BEFORE:
                 return super().forward_backward(step)
             with injected(fault, told):

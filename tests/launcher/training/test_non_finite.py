@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.config.sections import TrainSection
+from launcher.config.config_sections import TrainSection
 from launcher.metrics.record import Record
-from launcher.report.page import remarks
-from launcher.report.run import load_run
-from launcher.training.hooks.non_finite import BrokenStep
-from launcher.training.run import Run
+from launcher.report.page import run_warnings
+from launcher.report.report_run import load_run
+from launcher.training.hooks.non_finite import SkippedStep
+from launcher.training.run_state import TrainingRun
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
@@ -32,7 +32,7 @@ LAST_NORM = "model.norm.weight"
 ROUTER = "model.layers.1.mlp.gate.weight"
 
 
-def break_a_weight(run: Run, name: str = LAST_NORM) -> None:
+def break_a_weight(run: TrainingRun, name: str = LAST_NORM) -> None:
     """A weight is no number any more in the forward of the last rank, or of all in stage 3, which shares it."""
     engine, mesh = run.engine, run.mesh
     p = dict(engine.model.network.named_parameters())[name]
@@ -42,11 +42,11 @@ def break_a_weight(run: Run, name: str = LAST_NORM) -> None:
             held.fill_(torch.nan)
 
 
-def break_a_router(run: Run) -> None:
+def break_a_router(run: TrainingRun) -> None:
     break_a_weight(run, ROUTER)
 
 
-def break_a_gradient(run: Run) -> None:
+def break_a_gradient(run: TrainingRun) -> None:
     """The last rank's gradient of its experts is infinite from now on; the loss stays as it is."""
 
     def hook(gradient: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def break_a_gradient(run: Run) -> None:
         p.register_hook(hook)
 
 
-BREAKS: dict[str, tuple[Callable[[Run], None], list[str]]] = {
+BREAKS: dict[str, tuple[Callable[[TrainingRun], None], list[str]]] = {
     "loss": (
         break_a_weight,
         ["the loss of step 3 is not finite: nan", f"before this step: {LAST_NORM}.", "no checkpoint"],
@@ -74,8 +74,8 @@ BREAKS: dict[str, tuple[Callable[[Run], None], list[str]]] = {
 
 
 def test_a_step_in_which_no_token_counts_has_no_loss_to_speak_of():
-    broken = BrokenStep(
-        step=3, loss=None, grad_norm=math.inf, routers=(), gradients=(), weights=(), spike="", refused="", ranks=(),
+    broken = SkippedStep(
+        step=3, loss=None, grad_norm=math.inf, routers=(), gradients=(), weights=(), spike="", rejection="", ranks=(),
         in_row=0, rows="", train=TrainSection(), checkpoint=None,
     )  # fmt: skip
     assert "norm inf, though no token counts." in broken.message()
@@ -84,7 +84,7 @@ def test_a_step_in_which_no_token_counts_has_no_loss_to_speak_of():
     assert part.error().record["loss"] is None
 
 
-def kept(run: Run) -> dict[tuple[str, str, int], Tensor]:
+def kept(run: TrainingRun) -> dict[tuple[str, str, int], Tensor]:
     return {(r.name, r.role, r.start): r.values.clone() for r in run.engine.owned_ranges()}
 
 
@@ -166,7 +166,7 @@ def test_the_run_ends_and_goes_on_from_its_newest_checkpoint(shards, tmp_path, k
     last = trained(folder)[-1]
     assert math.isfinite(last["loss"]) == (kind == "gradient")
     if kind == "loss":
-        assert "The loss was not finite in 1 step" in " ".join(remarks(load_run(folder)))
+        assert "The loss was not finite in 1 step" in " ".join(run_warnings(load_run(folder)))
     run(train, 2, shards, folder, {"parallel.expert": 2, "run.resume": "latest"})
     assert [row["step"] for row in trained(folder)] == list(range(1, STEPS + 1))
     assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in trained(folder))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launcher.config.check import check_run
-from launcher.config.model import find_start
+from launcher.config.model_section import find_start
+from launcher.config.run_config_rules import check_run
 from launcher.run_folder import IMPORTED
 from launcher.training.origin import Origin, converted
 from launcher.training.setup import build_run

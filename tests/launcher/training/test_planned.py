@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from launcher.config.load import load_run_config
-from launcher.plan.documents import documents_of
+from launcher.config.load_config import load_run_config
 from launcher.plan.hardware import FOLDER, MEASURED_FILE
-from launcher.plan.world import World
-from launcher.training.hooks.plan import PlanWatch, checked_line
-from launcher.training.start import Expected, check_planned_memory, expect, find_hardware
+from launcher.plan.planned_world import World
+from launcher.plan.synthetic_documents import uniform_documents
+from launcher.training.hooks.plan_watch import PlanWatch, comparison_line
+from launcher.training.start import Expected, check_planned_memory, estimate_step, find_hardware
 from longctx.errors import ConfigError
 from longctx.kernels.processor import has_native_bfloat16
 from tests.launcher.runs import SCREEN, resolved
@@ -29,7 +29,7 @@ def expected(device_name: str = "cpu", **sizes: int) -> Expected:
     flags = [*QUICK, "--parallel.context", "1", "--parallel.expert", "1"]
     native = device_type == "cuda" or has_native_bfloat16()
     config = resolved(load_run_config(flags), native_bfloat16=native, device_type=device_type)
-    found = expect(config, world, documents_of(config), device_name=device_name, steps=10)
+    found = estimate_step(config, world, uniform_documents(config), device_name=device_name, steps=10)
     return dataclasses.replace(found, bytes=dataclasses.replace(found.bytes, **sizes))
 
 
@@ -83,12 +83,12 @@ def test_the_end_compares_the_median_step_and_the_largest_peak():
     # The first step compiles, one was disturbed.
     for seconds, peak in ((99.0, 900), (2.0, 1000), (2.2, 1000), (50.0, 800)):
         watch.record(STEP, {"step_seconds": seconds, "max_memory_bytes": peak})
-    record = watch.compared(4)
+    record = watch.comparison_record(4)
     assert (record["peak_bytes"], record["step_seconds"], record["step"]) == (1000, 2.2, 4)
     assert record["peak_error"] == pytest.approx(watch.expected.bytes.peak / 1000 - 1)
     assert watch.expected.seconds is not None
     assert record["seconds_error"] == pytest.approx(watch.expected.seconds.total / 2.2 - 1)
-    assert "in the median" in checked_line(record)
+    assert "in the median" in comparison_line(record)
 
 
 @pytest.mark.parametrize(("device", "ranks"), [("cpu", 2), ("NVIDIA H100 80GB HBM3", 8)])
@@ -97,9 +97,9 @@ def test_a_plan_that_does_not_fit_is_refused_on_one_screen(device, ranks):
     needs = found.bytes.peak - found.bytes.process
     if device == "cpu":
         needs *= ranks
-    check_planned_memory(config, found, ranks_here=ranks, free_bytes=needs)
+    check_planned_memory(config, found, local_ranks=ranks, free_bytes=needs)
     with pytest.raises(ConfigError, match="plan --search") as refused:
-        check_planned_memory(config, found, ranks_here=ranks, free_bytes=needs - 1)
+        check_planned_memory(config, found, local_ranks=ranks, free_bytes=needs - 1)
     assert len(str(refused.value).splitlines()) < SCREEN
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, memory_check=False))
-    check_planned_memory(config, found, ranks_here=ranks, free_bytes=0)
+    check_planned_memory(config, found, local_ranks=ranks, free_bytes=0)

@@ -12,18 +12,18 @@ import torch.distributed as dist
 
 from launcher.checkpoint.host_copy import HostCopy
 from launcher.metrics.record import Record
-from launcher.supervise.hosts import suspected_ranks
-from launcher.training.hooks.replicas import ReplicaWatch
-from launcher.training.run import Progress, Run
-from launcher.training.step import TrainStep
+from launcher.supervise.host_selection import suspected_ranks
+from launcher.training.hooks.replica_watch import ReplicaWatch
+from launcher.training.run_state import Progress, TrainingRun
+from launcher.training.train_step import TrainStep
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import CheckpointError, TrainingError
-from parallel.comm.messages.sums import Sum
+from parallel.comm.messages.message_checksum import Sum
 from parallel.comm.world import gather_objects
-from parallel.runtime.spans import DOING
+from parallel.runtime.activity import ACTIVITY
 from parallel.zero.optimizer import MASTER, MOMENTS
-from parallel.zero.replicas import Odd, Part, judge
+from parallel.zero.replica_check import Odd, TensorPart, find_odd_ranks
 from tests.faults import FaultRow, verdict
 from tests.launcher.runs import SCREEN
 from tests.launcher.workers import breaking_step, build, end_guarded, rows, run, train
@@ -70,7 +70,7 @@ FLIPS: dict[str, Flip] = {
 }
 
 
-def flip_in(run: Run, flip: Flip) -> None:
+def flip_in(run: TrainingRun, flip: Flip) -> None:
     """Flip a bit of what the rank holds of the tensor; where it holds none of it, of the first that it does."""
     if run.mesh.rank != flip.rank:
         return
@@ -170,7 +170,7 @@ def test_what_flips_between_an_update_and_its_save_is_not_saved(name, shards, tm
     run(save_nothing_flipped, FLIPS[name].ranks, name, shards, tmp_path / "run")
 
 
-def _save_whole(run_: Run, sums: list[Sum]) -> None:
+def _save_whole(run_: TrainingRun, sums: list[Sum]) -> None:
     run_.saver.save(step=2, training={}, sums=sums)
     run_.saver.finish()
 
@@ -218,7 +218,7 @@ def test_what_flips_on_the_way_to_the_disk_is_not_committed(waits, shards, tmp_p
 def come_late(shards: Path, output: Path) -> None:
     run_, patient = build(shards, output, CONTEXT), []
     if dist.get_rank() == 0:
-        threading.Timer(0.4, lambda: patient.append(DOING.patient)).start()
+        threading.Timer(0.4, lambda: patient.append(ACTIVITY.patient)).start()
     else:
         time.sleep(0.8)
     ReplicaWatch(run_).before_save(1)
@@ -259,7 +259,7 @@ AT_A_SAVE = Struck(
 def end_by(name: str, shards: Path, output: Path, struck: Struck) -> None:
     flip, at = FLIPS[name], output.parent / "at"
 
-    def act(run: Run) -> None:
+    def act(run: TrainingRun) -> None:
         flip_in(run, flip)
         if run.mesh.rank == flip.rank:
             at.write_text(str(time.time()))
@@ -303,12 +303,12 @@ def test_a_run_that_goes_on_is_as_if_nothing_had_been(name, struck, shards, tmp_
 
 
 def test_three_decide_and_two_do_not():
-    part = Part("w", MASTER)
-    assert list(judge(part, {0: 7, 1: 7, 2: 8})) == [Odd(part=part, ranks=(2,), decided=True)]
-    assert list(judge(part, {0: 7, 1: 8})) == [Odd(part=part, ranks=(0, 1), decided=False)]
-    assert list(judge(part, {0: 7, 1: 7, 2: 8, 3: 8})) == [Odd(part=part, ranks=(0, 1, 2, 3), decided=False)]
-    assert list(judge(part, {0: 7, 1: 7, 2: 8, 3: 9})) == [Odd(part=part, ranks=(0, 1, 2, 3), decided=False)]
-    assert list(judge(part, {0: 7, 1: 7})) == []
+    part = TensorPart("w", MASTER)
+    assert list(find_odd_ranks(part, {0: 7, 1: 7, 2: 8})) == [Odd(part=part, ranks=(2,), decided=True)]
+    assert list(find_odd_ranks(part, {0: 7, 1: 8})) == [Odd(part=part, ranks=(0, 1), decided=False)]
+    assert list(find_odd_ranks(part, {0: 7, 1: 7, 2: 8, 3: 8})) == [Odd(part=part, ranks=(0, 1, 2, 3), decided=False)]
+    assert list(find_odd_ranks(part, {0: 7, 1: 7, 2: 8, 3: 9})) == [Odd(part=part, ranks=(0, 1, 2, 3), decided=False)]
+    assert list(find_odd_ranks(part, {0: 7, 1: 7})) == []
 
 
 def clean(shards: Path, output: Path) -> None:

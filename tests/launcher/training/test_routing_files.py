@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from launcher.training.routing_files import RoutingFiles, gather_tokens, smallest_dtype
+from launcher.training.routing_files import RoutingFiles, gather_tokens, minimum_dtype
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, DataError
 from parallel.layout.sequence import KINDS, SequenceLayout
@@ -70,7 +70,7 @@ def test_what_was_recorded_is_followed_at_its_tokens(tmp_path):
     [(1, torch.int8), (128, torch.int8), (129, torch.int16), (32768, torch.int16), (32769, torch.int32)],
 )
 def test_ids_take_the_smallest_integers(num_experts, dtype):
-    assert smallest_dtype(num_experts) == dtype
+    assert minimum_dtype(num_experts) == dtype
     assert torch.tensor([num_experts - 1, -1]).to(dtype).tolist() == [num_experts - 1, -1]
 
 

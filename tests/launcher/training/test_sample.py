@@ -43,7 +43,7 @@ def base(shards, tmp_path_factory) -> Path:
 def test_the_sample_is_the_greedy_continuation_by_one_process(base, name):
     tokenizer, model = load_tokenizer(base / name), load_model(base / name)
     prompt = tokenizer.encode_prompt(PROMPT)
-    ids = without_cache(model, prompt, 6, stop_ids=tokenizer.special.stops)
+    ids = without_cache(model, prompt, 6, stop_ids=tokenizer.special.stop_ids)
     validations = [record for record in read_metrics(base / name) if record["kind"] == "validation"]
     assert [record["step"] for record in validations] == [1]
     text = tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)) :]

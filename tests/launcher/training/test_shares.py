@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.loader import build_loader, build_validation_loader
-from data_pipeline.rows.batches import build_batch, build_share
 from data_pipeline.rows.pack import Piece, Row
+from data_pipeline.rows.row_batches import build_batch, build_share
 from data_pipeline.shards.reader import ShardSet
-from launcher.config.load import load_run_config
-from launcher.config.sections import RunConfig
-from launcher.training.model import shard_batch, share_of
+from launcher.config.config_sections import RunConfig
+from launcher.config.load_config import load_run_config
+from launcher.training.task_builder import shard_batch, share_of
 from longctx.batch import PADDING_DOCUMENT, Batch
 from longctx.compact_batch import CompactBatch
 from longctx.tokenizer import load_tokenizer

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from launcher.metrics.record import Record, read_metrics
-from launcher.report.page import remarks
-from launcher.report.run import load_run
+from launcher.report.page import run_warnings
+from launcher.report.report_run import load_run
 from launcher.training import history
-from launcher.training.hook import Step
-from launcher.training.run import Progress, Run
-from launcher.training.step import TrainStep
+from launcher.training.hook import RunningStep
+from launcher.training.run_state import Progress, TrainingRun
 from launcher.training.totals import StepSums
+from launcher.training.train_step import TrainStep
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from tests.faults import FaultRow, verdict
 from tests.launcher.runs import STEPS
@@ -45,7 +45,7 @@ WHAT = {
 }
 
 
-def broken_while(run: Run, kind: str) -> Callable[[], None]:
+def broken_while(run: TrainingRun, kind: str) -> Callable[[], None]:
     """Spoil something of the last rank's; returns what mends it."""
     name, value = KINDS[kind]
     p = dict(run.engine.model.network.named_parameters())[name]
@@ -71,7 +71,7 @@ class SpoiltStep(TrainStep):
 
     kind, steps = "loss", (LEFT_OUT,)
 
-    def forward_backward(self, step: Step) -> StepSums:
+    def forward_backward(self, step: RunningStep) -> StepSums:
         mend: Callable[[], Any] = int
         if step.number in self.steps:
             mend = broken_while(self.run, self.kind)
@@ -157,7 +157,7 @@ def test_the_run_goes_on_as_if_it_had_none(shards, tmp_path, fault_rows, kind, s
         )
     )
     if kind != "loss":
-        assert "1 step was left out" in " ".join(remarks(load_run(tmp_path / "spoilt")))
+        assert "1 step was left out" in " ".join(run_warnings(load_run(tmp_path / "spoilt")))
 
 
 def end_at_the_second(shards: Path, output: Path) -> None:

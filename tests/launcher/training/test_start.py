@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import launcher.plan.memory
+import launcher.plan.memory_estimate
 import launcher.training.setup
 from launcher.training.setup import build_run
 from longctx.errors import ConfigError
@@ -41,7 +41,7 @@ def warn_and_refuse(shards: Path, folder: Path) -> None:
     assert log.count("Steps: 8 steps of 512 tokens") == len(warned) == (os.environ["RANK"] == "0")
     assert all("train.warmup_steps=8 is not below train.steps=8" in line for line in warned)
     # What is refused is refused on every rank alike, and nothing is left.
-    launcher.plan.memory.available_bytes = lambda with_growth=False: 2**20
+    launcher.plan.memory_estimate.available_bytes = lambda with_growth=False: 2**20
     with pytest.raises(ConfigError, match="does not fit: a rank needs at least"):
         build_run(tiny_config(shards, folder / "large", {}), torch.device("cpu"))
     assert not (folder / "large").exists()

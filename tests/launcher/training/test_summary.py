@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.rows.blocks import PackReport
-from launcher.config.load import load_run_config
-from launcher.plan.memory import GIB, memory_of_rank
+from data_pipeline.rows.epoch_blocks import PackReport
+from launcher.config.load_config import load_run_config
+from launcher.plan.memory_estimate import GIB, memory_of_rank
 from launcher.training.origin import Origin
-from launcher.training.summary import Start, changed_settings, details, introduction, outlook, warnings
+from launcher.training.summary import Start, changed_settings, details, header, outlook, warnings
 from parallel.mesh import Mesh
 from tests.launcher.runs import resolved
 
@@ -72,7 +72,7 @@ def test_a_run_says_what_it_is():
         "Data: 2.87M tokens in all, 0.70 passes over 2,000 rows with 1.25 % padding",
         "Checkpoints: 4 to come, 18 MiB each; the newest 2 stay; 100.0 GiB",
     ]
-    said = introduction(start()) + details(start())
+    said = header(start()) + details(start())
     assert [line[: len(words)] for line, words in zip(said, begun, strict=True)] == begun
     assert warnings(start()) == []
     assert outlook(start(), 420 * 2**20, 0.19) == (

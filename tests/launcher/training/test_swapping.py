@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from launcher.config.load import load_run_config
-from launcher.plan.memory import GIB
+from launcher.config.load_config import load_run_config
+from launcher.plan.memory_estimate import GIB
 from launcher.training.place import check_swap_folders
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from longctx.errors import ConfigError

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.config.load import load_run_config
-from launcher.config.sections import TrainSection
+from launcher.config.config_sections import TrainSection
+from launcher.config.load_config import load_run_config
 from launcher.training.hooks.collapse import Collapse
 from launcher.training.hooks.dead_experts import DeadExperts
 from launcher.training.hooks.non_finite import rows_from
-from launcher.training.schedule import learning_rate
-from launcher.training.step import expert_record
+from launcher.training.learning_rate_schedule import learning_rate
 from launcher.training.totals import StepSums, StepTotals
+from launcher.training.train_step import expert_record
 from longctx.config import ModelConfig
 from longctx.model.experts.router import RouterDiagnostics
 from longctx.objectives.task import LossSum
@@ -68,9 +68,9 @@ def test_a_step_of_padding_alone_has_figures():
 
 
 def test_logits_that_are_not_finite_are_named_by_layer():
-    assert totals([[5, 5, 5, 5]], [[1.0, 1.0, 0.0, 0.0]]).broken_routers([1]) == []
+    assert totals([[5, 5, 5, 5]], [[1.0, 1.0, 0.0, 0.0]]).non_finite_routers([1]) == []
     wrong = totals([[5, 5, 5, 5], [20, 0, 0, 0]], [[1.0, 1.0, 0.0, 0.0], [math.nan, math.nan, 0.0, 1234.0]])
-    assert wrong.broken_routers([1, 3]) == ["model.layers.3 (1,234 tokens)"]
+    assert wrong.non_finite_routers([1, 3]) == ["model.layers.3 (1,234 tokens)"]
 
 
 @pytest.mark.parametrize("part", ["nll", "objective", "balance", "router_z"])

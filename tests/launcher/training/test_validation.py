@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from data_pipeline.rows.batches import build_batch
 from data_pipeline.rows.pack import Row
+from data_pipeline.rows.row_batches import build_batch
 from launcher.training.validation import entropy, position_edges, validate
 from longctx.architecture.rope import Rope
 from longctx.model.decoder import Decoder

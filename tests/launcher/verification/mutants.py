@@ -9,16 +9,16 @@ from unittest.mock import patch
 
 import torch
 
-import launcher.verification.together as together
+import launcher.verification.parallel_steps as together
 import parallel.transport.point_to_point as point_to_point
 import parallel.zero.partition as partition
 from longctx.model.chunks.parts import WeightSums
 from longctx.model.experts.router import Router
 from longctx.objectives.task import Counts, Task
 from parallel.experts.dispatcher import AllToAllDispatcher
-from parallel.transport.exchange import PendingGradients
-from parallel.zero.engine import ZeroEngine
+from parallel.transport.ring_exchange import PendingGradients
 from parallel.zero.optimizer import optimizer_groups
+from parallel.zero.zero_engine import ZeroEngine
 
 Patch = AbstractContextManager[Any]
 """What has the fault while it lasts."""

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-import launcher.verification.run as verification
-from launcher.config.check import check_run
-from launcher.config.load import load_run_config
-from launcher.config.sections import RunConfig
-from launcher.config.side_by_side import with_context
+import launcher.verification.verify_run as verification
+from launcher.config.config_sections import RunConfig
+from launcher.config.load_config import load_run_config
+from launcher.config.run_config_rules import check_run
+from launcher.config.tokens_per_rank_rules import with_context
 from launcher.recipes.find import recipes
 from launcher.verification.choices import RouterState, unexplained_share
 from launcher.verification.compare import part_of
 from launcher.verification.shrink import TOKENS_A_RANK, shrink
-from longctx.kernels.processor import PRODUCTS
+from longctx.kernels.processor import MATMUL_MODES
 from tests.helpers import run_distributed
 from tests.launcher.runs import TINY_MODEL, recipe_flags, resolved
 from tests.launcher.verification.mutants import MUTANTS
@@ -67,7 +67,7 @@ def verify(changed: dict[str, Any], mutant: str = "") -> str:
     return found.text
 
 
-def verdict(config: RunConfig) -> verification.Verdict:
+def verdict(config: RunConfig) -> verification.VerifyResult:
     return verification.verify_run(config, torch.device("cpu"))
 
 
@@ -144,14 +144,14 @@ def short_rows(products: str, seeds: int) -> list[dict[str, Any]]:
 
 @pytest.mark.few(1)
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("products", MATMUL_MODES)
 def test_short_rows_agree_in_bfloat16(products):
     run_distributed(agree, 2, short_rows(products, 1), timeout=180)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("products", MATMUL_MODES)
 def test_short_rows_of_the_quickstart_agree_whatever_the_weights(products):
     """Errors are seven seeds' chance: a bound that rounding can break is broken by one of them."""
     whole = ["--config", "quickstart", "--data.seq_len", "256", "--train.tokens_per_step", "256"]
@@ -172,7 +172,7 @@ def test_a_fault_is_found():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("changed", [{}, *(SHORT | {"train.products": products} for products in PRODUCTS)], ids=str)
+@pytest.mark.parametrize("changed", [{}, *(SHORT | {"train.products": products} for products in MATMUL_MODES)], ids=str)
 def test_every_fault_is_found(changed):
     run_distributed(find, 2, list(MUTANTS), changed, timeout=850)
 

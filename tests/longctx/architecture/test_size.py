@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from launcher.config.load import QUICKSTART, load_run_config
+from launcher.config.load_config import QUICKSTART, load_run_config
 from longctx.architecture.size import COMPONENTS, count_matrices, count_parameters, widest_ffn
 from longctx.config import PRESETS, ModelConfig
 from longctx.model.decoder import Decoder
 from tests.launcher.runs import recipe_flags
-from tests.longctx.architecture.test_rules import accepted, draws
+from tests.longctx.architecture.test_model_rules import accepted, draws
 from tests.longctx.samples import dense_config, tiny_config
 
 RECIPES = sorted(QUICKSTART.parent.glob("*.toml"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from longctx.chat.template import render
+from longctx.chat.template import render_chat
 from longctx.conversion import export_checkpoint, import_hf
 from longctx.errors import LongCtxError
 from longctx.tokenizer import load_tokenizer
@@ -107,8 +107,8 @@ def _renders(tree: ast.Module) -> bool:
 def test_what_renders_them_holds_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     messages = json.loads(json.dumps(MESSAGES))
-    refusal(lambda: render(HOSTILE[name], messages))
+    refusal(lambda: render_chat(HOSTILE[name], messages))
     assert messages == MESSAGES
     assert not (tmp_path / "MARK").exists()
     with pytest.raises(LongCtxError):
-        render(HOSTILE[name], [])
+        render_chat(HOSTILE[name], [])

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import transformers
 
+from longctx.chat.chat_encoder import PROMPT_MISMATCH, ChatEncoder, ChatEncodingError
 from longctx.chat.conversation import Conversation, conversation_of, kind_of, part_text
-from longctx.chat.encode import BEGINS_OTHERWISE, ChatEncoder, NotCountedError
 from longctx.tokenizer import load_tokenizer
 from tests.longctx.chat.cases import CASES, reply, user
 from tests.longctx.chat.templates import FORGETFUL, MARKED, PLAIN, STRICT
@@ -86,7 +86,7 @@ def outcomes(template: str, folder: Path) -> Iterator[tuple[str, str]]:
             error = raised
         try:
             ours = encoder.encode(conversation)
-        except NotCountedError as refused:
+        except ChatEncodingError as refused:
             reason = refused.reason
             yield name, "both refuse" if error is not None else f"refused: {reason}"
             continue
@@ -96,9 +96,9 @@ def outcomes(template: str, folder: Path) -> Iterator[tuple[str, str]]:
             # A template that knows no parts fails, leaves them out, or writes them as a list; ours gives it their text.
             wanted = theirs.apply_chat_template(joined(conversation), return_dict=True)
             yield name, "equal, parts joined" if ours.ids.tolist() == wanted["input_ids"] else "other ids"
-        elif not encoder.marks_replies or "assistant_masks" not in wanted or not all(conversation.weights):
+        elif not encoder.has_reply_marks or "assistant_masks" not in wanted or not all(conversation.weights):
             yield name, "equal, mask derived"
-        elif ours.counted.astype(int).tolist() != wanted["assistant_masks"]:
+        elif ours.loss_mask.astype(int).tolist() != wanted["assistant_masks"]:
             yield name, "another mask"
         else:
             yield name, "equal, mask as theirs"
@@ -120,7 +120,7 @@ ALLOWED = {
     "equal, mask derived",
     "equal, mask as theirs",
     "refused: the template changes a turn when others follow",
-    f"refused: {BEGINS_OTHERWISE}",
+    f"refused: {PROMPT_MISMATCH}",
     "refused: the template writes the prompt for a reply behind each",
 }
 

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from longctx.checkpoint_format import CheckpointReader
 from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import HfReader, export_checkpoint, import_hf, load_hf, save_hf
-from longctx.conversion.tensors import tensor_specs
+from longctx.conversion.tensor_layouts import tensor_specs
 from longctx.errors import CheckpointError, ConfigError
-from longctx.generation.load import load_model
+from longctx.generation.load_decoder import load_model
 from longctx.generation.loop import generate
 from longctx.model.decoder import Decoder
 from tests.longctx.conversion.tiny_tokenizer import train_tokenizer

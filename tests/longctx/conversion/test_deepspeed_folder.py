@@ -13,7 +13,7 @@ import torch
 
 from longctx.checkpoint_format import CheckpointReader
 from longctx.conversion import import_deepspeed
-from longctx.conversion.convert import read_master
+from longctx.conversion.hf_conversion import read_master
 from longctx.errors import CheckpointError
 from parallel.zero.deepspeed_config import quiet_deepspeed
 from tests.helpers import run_distributed

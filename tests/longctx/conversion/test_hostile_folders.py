@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from longctx.conversion import import_hf, load_hf, save_hf
-from longctx.conversion.weights.folder import INDEX
+from longctx.conversion.weights.weights_folder import INDEX
 from longctx.model.decoder import Decoder
 from tests.bounded import HOSTILE_JSON, ODD_FILES, put_odd_file, refusal
 from tests.longctx.samples import tiny_config

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from longctx.config import ModelConfig
 from longctx.conversion import import_hf
-from longctx.conversion.tensors import tensor_specs
-from longctx.conversion.weights.folder import INDEX
+from longctx.conversion.tensor_layouts import tensor_specs
 from longctx.conversion.weights.json_files import write_json
-from longctx.storage.safetensors import ShardWriter
+from longctx.conversion.weights.weights_folder import INDEX
+from longctx.storage.safetensors import SafetensorsShardWriter
 from tests.helpers import REPOSITORY
 from tests.longctx.samples import dense_config
 
@@ -68,7 +68,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_model(folder: Path, config: ModelConfig, *, shard_bytes: int) -> int:
     """Write random weights as a Hugging Face folder of several files; returns their bytes."""
     folder.mkdir()
-    writer = ShardWriter(folder, "model", shard_bytes)
+    writer = SafetensorsShardWriter(folder, "model", shard_bytes)
     for spec in tensor_specs(config):
         writer.add(spec.name, torch.rand(spec.shape))
     write_json(folder / INDEX, {"metadata": {}, "weight_map": writer.finish()})

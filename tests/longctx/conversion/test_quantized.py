@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from longctx.conversion import HfReader, convert, load_hf
+from longctx.conversion import HfReader, hf_conversion, load_hf
 from longctx.errors import CheckpointError, ConfigError
 from tests.longctx.families import hf_models
 from tests.longctx.families.hf_models import CASES
@@ -108,7 +108,7 @@ def test_float8_is_read_as_its_formula_says(family, name, models, tmp_path):
 
 def test_without_accelerate_logits_are_left_and_said(models, tmp_path, monkeypatch):
     """transformers would end the conversion, whose tensors are right, with an ImportError."""
-    monkeypatch.setattr(convert, "find_spec", lambda name: None)
+    monkeypatch.setattr(hf_conversion, "find_spec", lambda name: None)
     scheme, ending, block = SCHEMES["fp8"]
     stored = {}
     for key, tensor in hf_models.on_disk(models("llama")).items():
@@ -116,11 +116,11 @@ def test_without_accelerate_logits_are_left_and_said(models, tmp_path, monkeypat
         if is_quantized(key, tensor):
             stored[key], stored[key + ending] = quantize(tensor, block)
     folder = write(models("llama"), tmp_path / "quantized", stored, scheme)
-    done = convert.import_hf(folder, tmp_path / "ours", verify="auto")
+    done = hf_conversion.import_hf(folder, tmp_path / "ours", verify="auto")
     assert done.tensors is not None
-    assert "accelerate" in str(done.no_logits)
+    assert "accelerate" in str(done.logits_skip_reason)
     with pytest.raises(ConfigError, match="accelerate"):
-        convert.import_hf(folder, tmp_path / "again", verify="logits")
+        hf_conversion.import_hf(folder, tmp_path / "again", verify="logits")
 
 
 def write_plain(folder: Path, output: Path, tensors: dict[str, torch.Tensor]) -> Path:

@@ -10,10 +10,10 @@ import torch
 
 from longctx.checkpoint_format import CheckpointReader, model_config
 from longctx.config import ModelConfig
-from longctx.conversion.checkpoint_writer import save_masters
+from longctx.conversion.checkpoint_writer import save_master_weights
 from longctx.conversion.upcycle import Upcycling, upcycle_checkpoint, upcycle_config, upcycle_tensors
 from longctx.errors import CheckpointError, ConfigError
-from longctx.generation.load import load_model
+from longctx.generation.load_decoder import load_model
 from longctx.model.decoder import Decoder
 from longctx.model.layers.initialize import initial_value
 from longctx.objectives.causal_lm import CausalLM
@@ -165,9 +165,9 @@ def test_a_checkpoint_is_upcycled_as_a_whole(tmp_path):
     randomize(dense, std=0.4)
     (tmp_path / "tokenizer.model").write_bytes(b"a tokenizer")
     origin = {"imported": {"model_type": "llama", "token_ids": {"eos_token_id": 7}, "dtype": "bfloat16"}}
-    save_masters(
+    save_master_weights(
         config, dense.state_dict().items(), tmp_path / "dense",
-        dtype=torch.bfloat16, training=origin, carried={"tokenizer.model": tmp_path / "tokenizer.model"},
+        dtype=torch.bfloat16, training=origin, auxiliary_files={"tokenizer.model": tmp_path / "tokenizer.model"},
     )  # fmt: skip
     seen = []
     upcycle_checkpoint(
@@ -193,8 +193,8 @@ def test_a_damaged_or_wrong_checkpoint_leaves_nothing(tmp_path):
     config = dense_config()
     tensors, save = list(Decoder(config).state_dict().items()), {"dtype": torch.float32, "training": {}}
     with pytest.raises(CheckpointError, match=r"missing \(1\)"):
-        save_masters(config, tensors[1:], tmp_path / "wrong", **save)
-    save_masters(config, tensors, tmp_path / "dense", **save)
+        save_master_weights(config, tensors[1:], tmp_path / "wrong", **save)
+    save_master_weights(config, tensors, tmp_path / "dense", **save)
     path = next((tmp_path / "dense").glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="is damaged"):

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from longctx.conversion import load_hf, save_hf
-from longctx.conversion.weights.folder import INDEX, WEIGHTS
+from longctx.conversion.weights.weights_folder import INDEX, WEIGHTS
 from longctx.errors import CheckpointError
 from longctx.files import staged_folder
 from longctx.model.decoder import Decoder
 from longctx.storage import safetensors
-from longctx.storage.safetensors import SafetensorsFile, ShardWriter
+from longctx.storage.safetensors import SafetensorsFile, SafetensorsShardWriter
 from tests.longctx.samples import tiny_config
 
 CONFIG = tiny_config(num_layers=1, tie_embeddings=False)
@@ -119,7 +119,7 @@ def test_what_is_not_there_is_said(tmp_path):
 
 
 def test_a_shard_that_does_not_come_back_is_found(tmp_path, monkeypatch):
-    writer = ShardWriter(tmp_path, "model", 16)
+    writer = SafetensorsShardWriter(tmp_path, "model", 16)
     writer.add("a", torch.ones(3))
     monkeypatch.setattr(safetensors.xxhash.xxh3_128, "digest", lambda self: os.urandom(4))
     with pytest.raises(CheckpointError, match="did not come back"):
@@ -137,7 +137,7 @@ def test_what_we_write_the_safetensors_library_reads(shapes, dtypes, shard_bytes
     tensors = {f"ü\n{i}": torch.randn(shape).to(dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes))}  # noqa: B905
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors, "SMALL_BYTES", 100 if spread else 2**24)  # whether header room is left over
-        writer = ShardWriter(Path(name), "model", shard_bytes)
+        writer = SafetensorsShardWriter(Path(name), "model", shard_bytes)
         for key, tensor in tensors.items():
             writer.add(key, tensor.T if tensor.dim() == 2 else tensor)  # contiguous or not
         file_of = writer.finish()
@@ -159,7 +159,7 @@ def _num_empty(tensors: dict[str, torch.Tensor]) -> int:
 
 def test_a_shard_closes_when_its_header_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors, "RESERVED_BYTES", 2_000)
-    writer = ShardWriter(tmp_path, "model", 10**9)
+    writer = SafetensorsShardWriter(tmp_path, "model", 10**9)
     for i in range(40):
         writer.add(f"t{i}", torch.full((100,), float(i)))
     file_of = writer.finish()

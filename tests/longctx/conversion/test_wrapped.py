@@ -12,11 +12,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from launcher.checkpoint.save import Carried
+from launcher.checkpoint.save import StaticFiles
 from longctx.checkpoint_format import CheckpointReader
 from longctx.config import ModelConfig
 from longctx.conversion import HfReader, export_checkpoint, import_hf
-from longctx.conversion.carried import carried_files, carried_part
+from longctx.conversion.passthrough import passthrough_files, passthrough_from_checkpoint
 from longctx.errors import CheckpointError, ConfigError
 from tests.longctx.families.hf_models import CASES, build, on_disk, ours, save, tokens_of
 from tests.longctx.families.whole_models import WHOLE, bits, edit, whole_model
@@ -35,7 +35,7 @@ def test_logits_are_those_of_the_whole_model_and_a_round_trip_keeps_every_bit(na
     # Sums in another order.
     assert error.norm() <= 1e-5 * theirs.norm()
     done = import_hf(tmp_path / "hf", tmp_path / "ours", verify="logits")
-    assert "preprocessor_config.json" in done.carried
+    assert "preprocessor_config.json" in done.auxiliary_files
     back = export_checkpoint(tmp_path / "ours", tmp_path / "back", verify="logits").folder
     assert bits(tmp_path / "hf") == bits(back)
     before, after = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "hf", back))
@@ -54,7 +54,7 @@ def test_a_text_model_alone_is_what_was_asked_for(tmp_path, caplog):
     whole_model("qwen3_5", tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "ours", text_only=True)
     assert "left out as asked" in caplog.text
-    assert carried_part(CheckpointReader(tmp_path / "ours")) is None
+    assert passthrough_from_checkpoint(CheckpointReader(tmp_path / "ours")) is None
     back = export_checkpoint(tmp_path / "ours", tmp_path / "back", verify="logits").folder
     assert json.loads((back / "config.json").read_text())["model_type"] == "qwen3_5_text"
     assert not [name for name in on_disk(back) if "visual" in name or "mtp" in name]
@@ -129,11 +129,11 @@ class TestInARun:
     """Every checkpoint of a run has the files, once on the disk."""
 
     @pytest.fixture
-    def origin(self, tmp_path) -> Carried:
+    def origin(self, tmp_path) -> StaticFiles:
         whole_model("qwen3_5", tmp_path / "hf")
         import_hf(tmp_path / "hf", tmp_path / "ours")
         files = CheckpointReader(tmp_path / "ours").manifest["files"]
-        return Carried(origin=tmp_path / "ours", files={name: files[name] for name in carried_files(files)})
+        return StaticFiles(origin=tmp_path / "ours", files={name: files[name] for name in passthrough_files(files)})
 
     def test_files_are_linked(self, origin, tmp_path):
         (tmp_path / "step").mkdir()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from longctx.evaluation import Haystack
-from longctx.evaluation.ruler import templates
+from longctx.evaluation.ruler import prompt_templates
 from tests.longctx.evaluation.pieces import PATTERN
 
 VARIABLE = "RULER_DIR"
@@ -42,11 +42,11 @@ SCRIPTS = {
 """Script and arguments of each task, as scripts/synthetic.yaml has them."""
 
 _TEMPLATES = {
-    "niah": templates.NIAH,
-    "variable_tracking": templates.VARIABLE_TRACKING,
-    "common_words_extraction": templates.COMMON_WORDS,
-    "freq_words_extraction": templates.FREQUENT_WORDS,
-    "qa": templates.QUESTION_ANSWERING,
+    "niah": prompt_templates.NIAH,
+    "variable_tracking": prompt_templates.VARIABLE_TRACKING,
+    "common_words_extraction": prompt_templates.COMMON_WORDS,
+    "freq_words_extraction": prompt_templates.CODED_WORDS,
+    "qa": prompt_templates.QUESTION_ANSWERING,
 }
 
 _TOKENIZER = f"""

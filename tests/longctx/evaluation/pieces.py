@@ -22,7 +22,7 @@ class PieceTokenizer(Tokenizer):
 
     def __init__(self, *, begin: int | None = None, pattern: str = PATTERN) -> None:
         self._pattern = pattern
-        special = SpecialIds(bos=begin, begin=begin, end=None, padding=None, stops=())
+        special = SpecialIds(bos=begin, begin=begin, end=None, padding=None, stop_ids=())
         super().__init__(
             path=Path("pieces"),
             vocab_size=VOCABULARY,

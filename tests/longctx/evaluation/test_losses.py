@@ -10,12 +10,12 @@ import pytest
 
 from longctx.evaluation.losses import (
     LossRow,
+    compute_pair_gaps,
     key_row,
     key_tokens,
     loss_by_bin,
     loss_over_texts,
     near_windows,
-    pair_distances,
     text_row,
 )
 
@@ -37,10 +37,10 @@ def test_a_text_is_counted_once_in_each_way():
 
 
 def test_distance_is_to_the_same_pair_of_tokens():
-    assert pair_distances([5, 7, 5, 7, 9, 5, 7]).tolist() == [0, 0, 2, 0, 0, 3]
+    assert compute_pair_gaps([5, 7, 5, 7, 9, 5, 7]).tolist() == [0, 0, 2, 0, 0, 3]
     # Of three alike the second pair stood one before.
-    assert pair_distances([1, 1, 1]).tolist() == [0, 1]
-    assert pair_distances([1]).tolist() == []
+    assert compute_pair_gaps([1, 1, 1]).tolist() == [0, 1]
+    assert compute_pair_gaps([1]).tolist() == []
 
 
 def test_key_tokens_are_those_of_longppl():

@@ -46,7 +46,7 @@ GOLDEN = {
 
 def ours(task: str, length: int, setting: Setting, count: int = COUNT) -> list[tuple[str, list[str], int]]:
     """Prompt, answers and the tokens of both, as NVIDIA counts them: without the id that begins a document."""
-    begin = len(setting.tokenizer.begins_with)
+    begin = len(setting.tokenizer.prefix_ids)
     return [
         (sample.prompt, list(sample.answers), sample.prompt_tokens - begin + sample.answer_tokens)
         for sample in TASKS[f"ruler_{task}"].samples(setting, length, count)
@@ -80,7 +80,7 @@ def test_samples_equal_those_of_nvidias_scripts(task: str, setting: Setting, nvi
     if task in LONG:
         compared.append((replace(plain, seed=11), 32_768))
     for asked, length in compared:
-        begin = len(asked.tokenizer.begins_with)
+        begin = len(asked.tokenizer.prefix_ids)
         theirs = [
             (line["input"] + line["answer_prefix"], line["outputs"], line["length"])
             for line in nvidia.samples(task, length, 5, seed=asked.seed, reserved=begin)

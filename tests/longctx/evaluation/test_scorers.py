@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from longctx.evaluation.scorers import (
-    begins_with,
     clean_output,
     contains_all,
     contains_any,
     repeated_after_code,
     set_f1,
+    starts_with,
 )
 
 
@@ -30,7 +30,7 @@ from longctx.evaluation.scorers import (
     ],
 )
 def test_begins_with_takes_whole_words_and_numbers(output: str, score: float):
-    assert begins_with(output, ["1234567"]) == score
+    assert starts_with(output, ["1234567"]) == score
 
 
 @pytest.mark.parametrize(

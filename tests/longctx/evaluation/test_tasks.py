@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError, DataError
-from longctx.evaluation import GROUPS, TASKS, Haystack, Sample, ScoreRow, Setting, find_tasks
-from longctx.evaluation.fitted import FittedTask, largest_fitting
-from longctx.evaluation.results import excerpt_of
-from longctx.evaluation.task import spread
-from longctx.evaluation.values import distinct
+from longctx.evaluation import GROUPS, TASKS, EvaluationSample, Haystack, ScoreRow, Setting, find_tasks
+from longctx.evaluation.evaluation_task import interleave_depths
+from longctx.evaluation.independent_samples import IndependentTask, largest_fitting
+from longctx.evaluation.random_values import distinct
+from longctx.evaluation.score_rows import excerpt_of
 from tests.longctx.evaluation.pieces import PieceTokenizer
 from tests.longctx.evaluation.solvers import SOLVERS
 from tests.longctx.evaluation.texts import haystack
 
 LENGTH = 768
 RULER_LENGTH = 2048
-OWN = [name for name, task in TASKS.items() if isinstance(task, FittedTask)]
+OWN = [name for name, task in TASKS.items() if isinstance(task, IndependentTask)]
 QUESTIONS = ["ruler_qa_1", "ruler_qa_2"]
 WRONG = "I do not know."
 
@@ -34,7 +34,7 @@ def samples(setting: Setting):
     """A function that gives 20 samples of a task, made once."""
 
     @cache
-    def of(name: str) -> list[Sample]:
+    def of(name: str) -> list[EvaluationSample]:
         return list(TASKS[name].samples(setting, length_of(name), 20))
 
     return of
@@ -211,7 +211,7 @@ def test_ruler_refuses_a_length_below_its_shortest_prompt(setting: Setting):
             next(TASKS[name].samples(setting, 150, 1))
 
 
-def too_many(name: str, setting: Setting) -> Iterator[Sample]:
+def too_many(name: str, setting: Setting) -> Iterator[EvaluationSample]:
     return TASKS[name].samples(setting, RULER_LENGTH, 10**6)
 
 
@@ -245,7 +245,7 @@ def test_one_unit_more_would_not_fit(steps: list[int], smallest: int, extra: int
     if bounded:
         most = smallest + 150
     budget = tokens_of(smallest) + extra
-    found = largest_fitting(tokens_of, smallest=smallest, most=most, budget=budget)
+    found = largest_fitting(tokens_of, minimum=smallest, most=most, budget=budget)
     assert tokens_of(found) <= budget
     assert found == most or tokens_of(found + 1) > budget
 
@@ -257,7 +257,7 @@ def test_a_million_units_take_few_probes():
         probes.append(units)
         return 40 + units * 13 // 10 + (units // 97) % 5
 
-    found = largest_fitting(tokens_of, smallest=16, most=None, budget=1_000_000)
+    found = largest_fitting(tokens_of, minimum=16, most=None, budget=1_000_000)
     assert tokens_of(found) <= 1_000_000
     assert len(probes) <= 16
     assert sum(probes) < 16 * found
@@ -271,14 +271,14 @@ def test_uneven_tokens_still_fit(seed: int, budget: int):
     def tokens_of(units: int) -> int:
         return 20 + 2 * units + (units * 2654435761 + seed) % 23
 
-    assert tokens_of(largest_fitting(tokens_of, smallest=1, most=None, budget=budget)) <= budget
+    assert tokens_of(largest_fitting(tokens_of, minimum=1, most=None, budget=budget)) <= budget
 
 
 @given(st.sets(st.integers(0, 100), min_size=1, max_size=30), st.integers(2, 30))
 def test_few_samples_are_spread_over_the_depths(hundredths: set[int], samples: int):
     """Whatever their number, no gap between two depths that are asked is twice as wide as another one, nearly."""
     depths = [number / 100 for number in hundredths]
-    order = spread(depths)
+    order = interleave_depths(depths)
     assert sorted(order) == sorted(depths)
     assert set(order[:2]) == {min(depths), max(depths)}
     asked = sorted(sorted(depths).index(depth) for depth in order[:samples])
@@ -290,7 +290,7 @@ def test_an_excerpt_shows_answers_and_the_end():
     prompt = "a" * 500 + " the code is 4711. " + "b" * 500 + " What is the code?"
     at = prompt.index("4711")
     values = {"task": "niah", "length": 9, "index": 0, "prompt_tokens": 9, "answer_tokens": 9}
-    sample = Sample(**values, prompt=prompt, answers=("4711",), target=" 4711", spans=((at, at + 4),))
+    sample = EvaluationSample(**values, prompt=prompt, answers=("4711",), target=" 4711", spans=((at, at + 4),))
     excerpt = excerpt_of(sample)
     assert len(excerpt) < 500
     assert " … " in excerpt

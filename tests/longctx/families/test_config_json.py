@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from longctx.architecture.fields import names_of_role
 from longctx.architecture.rope import Rope
 from longctx.config import PRESETS, ModelConfig
-from longctx.conversion.tensors import parameter_shapes, tensor_specs
+from longctx.conversion.tensor_layouts import parameter_shapes, tensor_specs
 from longctx.errors import ConfigError
-from longctx.families import FAMILIES, config_to_hf, effective, family_of
+from longctx.families import FAMILIES, canonical_fields, config_to_hf, family_of
 from longctx.families.spec import IGNORED_KEYS
 from longctx.model.decoder import Decoder
 from tests.longctx.families.hf_models import CASES, TWO_STACKS, WITH_CLASS
@@ -61,7 +61,7 @@ class TestThereAndBack:
     @pytest.mark.parametrize("preset", PRESETS)
     def test_every_preset_has_a_family_and_the_decoders_tensors(self, preset):
         config = PRESETS[preset]
-        assert effective(ModelConfig.from_hf(config.to_hf())) == effective(config)
+        assert canonical_fields(ModelConfig.from_hf(config.to_hf())) == canonical_fields(config)
         assert {spec.name: spec.shape for spec in tensor_specs(config)} == parameter_shapes(config)
 
     @pytest.mark.parametrize("name", HUB)
@@ -86,7 +86,7 @@ class TestThereAndBack:
         ],
     )  # fmt: skip
     def test_presets_are_what_was_published(self, hub, preset):
-        assert effective(ModelConfig.from_hf(HUB[hub])) == effective(PRESETS[preset])
+        assert canonical_fields(ModelConfig.from_hf(HUB[hub])) == canonical_fields(PRESETS[preset])
 
     @pytest.mark.few(12)
     @pytest.mark.parametrize("model_type", sorted(set(WITH_CLASS) - OTHER_CLASSES))
@@ -148,7 +148,7 @@ class TestThereAndBack:
         config = dataclasses.replace(ModelConfig.from_hf(hf), layers=layers, **without)
         written = config_to_hf(config, model_type=hf["model_type"])
         back = ModelConfig.from_hf(written)
-        assert effective(back) == effective(config)
+        assert canonical_fields(back) == canonical_fields(config)
         assert back.layers == layers
         (tmp_path / "config.json").write_text(json.dumps(written))
         theirs = transformers.AutoConfig.from_pretrained(str(tmp_path), local_files_only=True)
@@ -199,7 +199,11 @@ def check_cover(config: ModelConfig, model_type: str | None) -> None:
         # Without parts it is zero where no file has it.
         for layout in (layout for layout in spec.layouts if layout.parts):
             sizes = [math.prod(part.shape) for part in layout.parts]
-            assert sum(sizes) == math.prod(layout.whole) == sum(math.prod(shapes[member]) for member in layout.members)
+            assert (
+                sum(sizes)
+                == math.prod(layout.combined_shape)
+                == sum(math.prod(shapes[member]) for member in layout.members)
+            )
             start, stop = layout.rows
             assert not layout.is_shared or stop - start == spec.shape[0]
     names = [part.name for parts in wholes.values() for part in parts]
@@ -254,7 +258,7 @@ def test_stretched_ropes(change, rope):
 def test_dynamic_stretching_starts_where_transformers_lets_it():
     config = dense_config(max_positions=512, rope=Rope(kind="dynamic", factor=4.0, original_max_positions=128))
     assert config.to_hf()["max_position_embeddings"] == 128
-    assert effective(ModelConfig.from_hf(config.to_hf())) == effective(config)
+    assert canonical_fields(ModelConfig.from_hf(config.to_hf())) == canonical_fields(config)
 
 
 def test_fixed_ntk_scaling_is_written_as_the_base_it_comes_to():
@@ -440,7 +444,7 @@ class TestUnsaid:
 
     def test_every_field_is_said_or_idle_or_of_training(self):
         """A field that is added to ModelConfig and forgotten here would be lost without a word."""
-        said = set().union(*(effective(ModelConfig.from_hf(hf)) for hf in HUB.values()))
+        said = set().union(*(canonical_fields(ModelConfig.from_hf(hf)) for hf in HUB.values()))
         said |= {"max_positions", "relative_buckets", "relative_max_distance"}  # of learned positions, and of t5
         said |= {"local_rope_theta"}  # part of what ``rope`` says of each layer
         assert {f.name for f in dataclasses.fields(ModelConfig)} == said | names_of_role("training")

@@ -16,8 +16,8 @@ from longctx.architecture.size import count_parameters
 from longctx.batch import IGNORED_TARGET, PackedDocuments
 from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import load_hf, save_hf
-from longctx.conversion.tensors import tensor_specs
-from longctx.conversion.verify import compare_logits
+from longctx.conversion.tensor_layouts import tensor_specs
+from longctx.conversion.verify_conversion import compare_logits
 from longctx.errors import CheckpointError, ConfigError
 from longctx.model.decoder import Decoder
 from longctx.tokenizer import Tokenizer, load_tokenizer

@@ -15,8 +15,8 @@ from longctx.architecture.fields import names_of_role
 from longctx.architecture.rope import Rope
 from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import export_checkpoint, load_hf
-from longctx.conversion.checkpoint_writer import save_masters
-from longctx.families import config_to_hf, effective, family_of, left_behind
+from longctx.conversion.checkpoint_writer import save_master_weights
+from longctx.families import canonical_fields, config_to_hf, dropped_training_fields, family_of
 from tests.longctx.families import hf_models
 from tests.longctx.families.hf_models import CASES, ENCODERS, TWO_STACKS, WITH_CLASS
 from tests.longctx.families.hub_configs import HUB
@@ -131,9 +131,9 @@ class TestTrainingOptions:
         assert hf["model_type"] == model_type
         assert family_of(after).model_type == family_of(before).model_type
         back = ModelConfig.from_hf(hf)
-        assert effective(back) == effective(after) == effective(before)
+        assert canonical_fields(back) == canonical_fields(after) == canonical_fields(before)
         # What config.json has no key for is named, with the value that it had.
-        named = left_behind(after, hf)
+        named = dropped_training_fields(after, hf)
         assert "embedding_std" not in named, "weights that are there do not begin again"
         for name in TRAINING.keys() - {"embedding_std"}:
             value = getattr(after, name)
@@ -159,7 +159,7 @@ class TestTrainingOptions:
             stretched = dataclasses.replace(stretched, window=stretched.window + 1)
         hf = json.loads(json.dumps(config_to_hf(stretched, model_type=model_type)))
         assert hf["model_type"] == model_type
-        assert effective(ModelConfig.from_hf(hf)) == effective(stretched)
+        assert canonical_fields(ModelConfig.from_hf(hf)) == canonical_fields(stretched)
 
 
 OPTIONS = {
@@ -178,7 +178,7 @@ def test_a_miniature_trained_with_every_option_says_the_same_in_transformers(mod
     if config.selection_bias:
         trained = dataclasses.replace(trained, selection_bias_rate=0.1)
     ours = tmp_path / "ours"
-    save_masters(trained, tensors.items(), ours, dtype=torch.float32, training={"model_type": model_type})
+    save_master_weights(trained, tensors.items(), ours, dtype=torch.float32, training={"model_type": model_type})
     done = export_checkpoint(ours, tmp_path / "again", verify="logits")
     assert done.logits is not None
     assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == model_type

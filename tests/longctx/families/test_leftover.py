@@ -15,7 +15,7 @@ import torch
 from longctx.config import ModelConfig
 from longctx.conversion import import_hf
 from longctx.errors import ConfigError
-from longctx.families import FAMILIES, passed_over
+from longctx.families import FAMILIES, ignored_keys
 from longctx.families.leftover import _LEFTOVER, IN_ROPE_TABLES, how_to_delete
 from tests.longctx.families.hf_models import CASES, ENCODERS, TWO_STACKS, WITH_CLASS
 from tests.longctx.tokenizer.byte_level import tokenizer_json, write_model
@@ -112,4 +112,4 @@ def test_no_line_to_type_has_what_a_stranger_wrote(key):
 
 def test_nothing_is_passed_over_in_what_we_write():
     config = ModelConfig.from_hf(CASES["llama"].config_json())
-    assert passed_over(config.to_hf()) == {}
+    assert ignored_keys(config.to_hf()) == {}

@@ -38,7 +38,7 @@ def test_hidden_states_further_ahead_are_transformers(name, count, tmp_path):
     tokens_BT = hf_models.tokens_of(config)
     positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
     ahead = [tokens_BT.roll(-n, 1) for n in range(1, count + 1)]
-    found = ours(tokens_BT, positions_BT, ahead=ahead)
+    found = ours(tokens_BT, positions_BT, mtp_tokens=ahead)
     T = tokens_BT.shape[1]
     mask = torch.full((T, T), torch.finfo(dtype).min, dtype=dtype).triu(1)[None, None]
     with hf_models.computing_in(dtype, model), torch.no_grad():
@@ -75,7 +75,7 @@ def test_mimo_as_its_makers_define_it(tmp_path):
     tokens_BT = hf_models.tokens_of(config)
     positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
     ahead_BT = tokens_BT.roll(-1, 1)
-    found = ours(tokens_BT, positions_BT, ahead=[ahead_BT])
+    found = ours(tokens_BT, positions_BT, mtp_tokens=[ahead_BT])
     mask = torch.full((tokens_BT.shape[1],) * 2, -torch.inf, dtype=torch.float64).triu(1)[None, None]
     with hf_models.computing_in(torch.float64, model), torch.no_grad():
         decoder = model.model
@@ -92,9 +92,9 @@ def test_mimo_as_its_makers_define_it(tmp_path):
 def test_mimo_comes_back_bit_for_bit(mtp, tmp_path):
     build_mimo(tmp_path / "hf")
     done = import_hf(tmp_path / "hf", tmp_path / "ours", mtp=mtp, verify="auto")
-    assert done.no_logits == "this version of transformers has no mimo"
+    assert done.logits_skip_reason == "this version of transformers has no mimo"
     exported = export_checkpoint(tmp_path / "ours", tmp_path / "back", verify="auto")
-    assert exported.no_logits == done.no_logits
+    assert exported.logits_skip_reason == done.logits_skip_reason
     back = exported.folder
     first, second = hf_models.on_disk(tmp_path / "hf"), hf_models.on_disk(back)
     assert first.keys() == second.keys()

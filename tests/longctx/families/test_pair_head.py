@@ -15,7 +15,7 @@ from longctx.architecture.size import count_parameters
 from longctx.batch import IGNORED_TARGET, PackedDocuments, Stream
 from longctx.config import ModelConfig
 from longctx.conversion import load_hf, save_hf
-from longctx.conversion.tensors import tensor_specs
+from longctx.conversion.tensor_layouts import tensor_specs
 from longctx.model.decoder import Decoder
 from longctx.objectives.build import Objective, build_objective
 from tests.longctx.families.hf_models import ENCODERS, build

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from longctx.architecture.layers import mixers_of
+from longctx.architecture.layer_specs import mixers_of
 from longctx.config import ModelConfig
 from longctx.conversion import HfReader, load_hf, save_hf
 from longctx.errors import CheckpointError
@@ -173,7 +173,7 @@ def test_layers_for_multi_token_prediction_are_carried(models, tmp_path):
     further = hf_models.on_disk(folder) | {"model.layers.3.eh_proj.weight": torch.ones(4)}
     changed = rewritten(folder, tmp_path / "mtp", further, num_nextn_predict_layers=1)
     assert load_hf(changed)[1].keys() == load_hf(folder)[1].keys()
-    assert HfReader(changed).carried.names == ("model.layers.3.eh_proj.weight",)
+    assert HfReader(changed).passthrough.names == ("model.layers.3.eh_proj.weight",)
     with pytest.raises(CheckpointError, match=r"unexpected .*model\.layers\.3\.eh_proj"):
         load_hf(rewritten(folder, tmp_path / "none", further, num_nextn_predict_layers=0))
 

@@ -17,7 +17,7 @@ from longctx.architecture.size import count_parameters
 from longctx.batch import IGNORED_TARGET
 from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import export_checkpoint, import_hf, load_hf, save_hf
-from longctx.conversion.tensors import tensor_specs
+from longctx.conversion.tensor_layouts import tensor_specs
 from longctx.errors import CheckpointError, ConfigError
 from longctx.generation import Beams, Greedy, generate, generate_batch
 from longctx.model.decoder import Decoder
@@ -328,7 +328,7 @@ def test_a_model_of_ours_is_written_with_the_ids_that_its_targets_start_with(tmp
         "pad_token_id": tokenizer.special.padding,
         "forced_eos_token_id": None,
     }
-    start = [*tokenizer.ends_with, *tokenizer.begins_with][-1]
+    start = [*tokenizer.suffix_ids, *tokenizer.prefix_ids][-1]
     assert written.items() >= {**ids, "decoder_start_token_id": start}.items()
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation["decoder_start_token_id"] == start

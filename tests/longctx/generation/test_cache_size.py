@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from longctx.generation.cache_size import cache_bytes
-from longctx.generation.reading import read
-from longctx.model.attention.cache import LayerCache
+from longctx.generation.prefill import prefill
+from longctx.model.attention.kv_cache import LayerCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from tests.longctx.cached_models import MODELS, config_of, ids_of
@@ -26,7 +26,7 @@ def test_it_is_what_the_buffers_take(name):
     config, length = config_of(name), 64
     decoder = Decoder(config, {"softmax": LocalAttention("blockwise")})
     cache = decoder.new_cache()
-    read(decoder, ids_of(length), cache, CHUNK_TOKENS)
+    prefill(decoder, ids_of(length), cache, CHUNK_TOKENS)
     taken = sum(buffer_bytes(cache.layer(number)) for number in range(config.num_layers))  # type: ignore[arg-type]
     counted = cache_bytes(config, length, torch.float32, chunk_tokens=CHUNK_TOKENS)
     # The smallest buffer has 64 rows: more than a narrow window and a chunk.

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
 from longctx.generation.loop import generate
-from longctx.generation.reading import read
-from longctx.generation.sampling import Greedy, Sample
-from longctx.model.attention.cache import KVCache
+from longctx.generation.prefill import prefill
+from longctx.generation.sampling import Greedy, Sampling
+from longctx.model.attention.kv_cache import KVCache
 from longctx.model.decoder import Decoder
 from tests.longctx.generation.models import CONFIGS, PROMPT, in_transformers, random_model, theirs
 
@@ -52,7 +52,7 @@ def test_greedy_is_transformers_greedy(model, reference):
     ],
 )
 def test_sampling_is_transformers_sampling_token_for_token(model, reference, options):
-    found = generate(model, PROMPT, 30, Sample(seed=11, **options))
+    found = generate(model, PROMPT, 30, Sampling(seed=11, **options))
     assert found == theirs(reference, PROMPT, 30, do_sample=True, **({"top_k": 0} | options))
 
 
@@ -60,7 +60,7 @@ def test_what_generation_leaves_behind_serves_other_modes(model):
     """Generation runs in inference mode: its cache goes on outside of it, and training trains."""
     cache, new_ids = KVCache(), generate(model, PROMPT, 9)
     with torch.inference_mode():
-        read(model, PROMPT + new_ids[:-1], cache)
+        prefill(model, PROMPT + new_ids[:-1], cache)
     with torch.no_grad():
         cached = model(torch.tensor([new_ids[-1:]]), torch.tensor([[cache.num_tokens]]), cache=cache)
         ids = torch.tensor([PROMPT + new_ids])
@@ -90,14 +90,14 @@ def test_each_step_sees_the_logits_of_a_whole_forward(model):
 
 def test_seeds(model):
     def draw(seed: int) -> list[int]:
-        return generate(model, PROMPT, 20, Sample(seed=seed))
+        return generate(model, PROMPT, 20, Sampling(seed=seed))
 
     torch.manual_seed(0)
     first = draw(1)
     torch.manual_seed(99)  # nobody else's generator matters
     assert draw(1) == first
     assert draw(2) != first
-    strategy = Sample(seed=1)
+    strategy = Sampling(seed=1)
     assert generate(model, PROMPT, 20, strategy) == generate(model, PROMPT, 20, strategy) == first
 
 
@@ -119,7 +119,7 @@ def test_stopping(model):
 )
 def test_the_sampled_distribution(logits, temperature, top_k, top_p, min_p):
     scores = torch.tensor(logits)
-    found = Sample(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p).probabilities(scores)
+    found = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p).probabilities(scores)
     assert float(found.sum()) == pytest.approx(1, abs=1e-5)
     full = (scores / temperature).softmax(0)
     kept = found > 0
@@ -136,13 +136,13 @@ def test_the_sampled_distribution(logits, temperature, top_k, top_p, min_p):
         (lambda m: generate(m, [], 3), "empty"),
         (lambda m: generate(m, PROMPT, -1), "max_new_tokens=-1"),
         (lambda m: generate(m, [97], 3), "97 .*0 to 96"),
-        (lambda m: Sample(temperature=0), r"temperature=0.*Greedy"),
-        (lambda m: Sample(temperature=float("nan")), "temperature=nan"),
-        (lambda m: Sample(top_p=0), "top_p=0"),
-        (lambda m: Sample(top_p=1.1), "top_p=1.1"),
-        (lambda m: Sample(top_k=-1), "top_k=-1"),
-        (lambda m: Sample(min_p=1.5), "min_p=1.5"),
-        (lambda m: Sample(min_p=-0.1), "min_p=-0.1"),
+        (lambda m: Sampling(temperature=0), r"temperature=0.*Greedy"),
+        (lambda m: Sampling(temperature=float("nan")), "temperature=nan"),
+        (lambda m: Sampling(top_p=0), "top_p=0"),
+        (lambda m: Sampling(top_p=1.1), "top_p=1.1"),
+        (lambda m: Sampling(top_k=-1), "top_k=-1"),
+        (lambda m: Sampling(min_p=1.5), "min_p=1.5"),
+        (lambda m: Sampling(min_p=-0.1), "min_p=-0.1"),
     ],
 )
 def test_refusals(model, request_, said):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from longctx.errors import ConfigError
 from longctx.generation.loop import generate
 from longctx.generation.penalties import Penalties
-from longctx.generation.sampling import Greedy, Sample
+from longctx.generation.sampling import Greedy, Sampling
 from tests.longctx.generation.models import PROMPT, in_transformers, random_model, theirs
 
 IDS = st.lists(st.integers(0, 8), max_size=12)
@@ -48,7 +48,7 @@ def test_repetition_is_transformers_repetition(name, tmp_path):
         wanted = theirs(reference, PROMPT, 30, do_sample=False, repetition_penalty=penalty)
         assert generate(model, PROMPT, 30, penalties=penalties) == wanted
         wanted = theirs(reference, PROMPT, 30, do_sample=True, top_k=12, repetition_penalty=penalty)
-        assert generate(model, PROMPT, 30, Sample(seed=11, top_k=12), penalties=penalties) == wanted
+        assert generate(model, PROMPT, 30, Sampling(seed=11, top_k=12), penalties=penalties) == wanted
 
 
 def test_additive_penalties_are_of_new_tokens_alone():

@@ -7,7 +7,7 @@ import torch
 
 from longctx.errors import ConfigError
 from longctx.generation.loop import generate
-from longctx.generation.scoring import Pair, Score, can_share, score_behind, score_packed
+from longctx.generation.scoring import Pair, Score, can_share, score_after_context, score_packed
 from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from tests.longctx.cached_models import MODELS, config_of, ids_of
@@ -51,15 +51,15 @@ def test_continuations_of_one_context_score_as_if_each_had_read_it(name):
     decoder, context = build(name), ids_of(19)
     continuations = [[3], [7, 9, 11], ids_of(14), [3]]
     right = [wanted(decoder, Pair(context, continuation)) for continuation in continuations]
-    check(score_behind(decoder, context, continuations, chunk_tokens=5), right)
-    check(score_behind(decoder, context, continuations[2:3], chunk_tokens=5), right[2:3])
+    check(score_after_context(decoder, context, continuations, chunk_tokens=5), right)
+    check(score_after_context(decoder, context, continuations[2:3], chunk_tokens=5), right[2:3])
 
 
 def test_what_greedy_decoding_writes_is_greedy():
     decoder, context = build("grouped"), ids_of(12)
     greedy = generate(decoder, context, 6)
     almost = [*greedy[:5], (greedy[5] + 1) % 61]
-    found = score_behind(decoder, context, [greedy, almost, greedy[:1]])
+    found = score_after_context(decoder, context, [greedy, almost, greedy[:1]])
     assert [score.is_greedy for score in found] == [True, False, True]
     assert [score.is_greedy for score in score_packed(decoder, [Pair(context, greedy), Pair(context, almost)])] == [
         True,
@@ -72,7 +72,7 @@ def test_a_shared_context_is_read_once(monkeypatch):
     counted = []
     forward = decoder.model.forward
     monkeypatch.setattr(decoder.model, "forward", lambda x, *a, **k: counted.append(x.numel()) or forward(x, *a, **k))
-    score_behind(decoder, ids_of(40), [[1, 2], [3], [4, 5, 6]], chunk_tokens=16)
+    score_after_context(decoder, ids_of(40), [[1, 2], [3], [4, 5, 6]], chunk_tokens=16)
     assert sum(counted) == 40 + 1 + 2
 
 
@@ -82,4 +82,4 @@ def test_nothing_to_score_is_refused():
         with pytest.raises(ConfigError, match=said):
             score_packed(decoder, [pair])
         with pytest.raises(ConfigError, match=said):
-            score_behind(decoder, pair.context, [pair.continuation])
+            score_after_context(decoder, pair.context, [pair.continuation])

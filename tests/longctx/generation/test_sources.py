@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ConfigError
-from longctx.generation import Beams, Penalties, Sample, generate, generate_batch
+from longctx.generation import Beams, Penalties, Sampling, generate, generate_batch
 from longctx.model.decoder import Decoder
 from parallel.mesh import Mesh
 from parallel.parallelize import build_empty_decoder
@@ -76,7 +76,7 @@ def test_sequences_that_enter_alone_and_together_share_a_pass():
 
 def test_beams_and_draws_of_many_are_those_of_one():
     model = model_of("rope")
-    for strategy in (Beams(num_beams=3, length_penalty=0.6), Sample(temperature=2.0, seed=5)):
+    for strategy in (Beams(num_beams=3, length_penalty=0.6), Sampling(temperature=2.0, seed=5)):
         options = {"strategy": strategy, "penalties": Penalties(repetition=1.2)}
         alone = [generate(model, START, NEW, source_ids=source, **options) for source in SOURCES]
         together = dict(generate_batch(model, [START] * len(SOURCES), NEW, sources=SOURCES, **options))

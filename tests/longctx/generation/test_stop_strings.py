@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
-from longctx.generation.batch import generate_batch
 from longctx.generation.beams import Beams
+from longctx.generation.continuous_batching import generate_batch
 from longctx.generation.loop import generate
 from longctx.generation.stop_strings import StopStrings, TextBeforeStop
 from tests.longctx.generation.models import PROMPT, random_model
@@ -37,7 +37,7 @@ def test_the_text_is_the_same_however_it_is_cut(pieces, strings):
     found = "".join(gate.add(piece) for piece in pieces)
     text = "".join(pieces)
     assert text.startswith(found)
-    assert gate.has_ended == any(string in text for string in strings)
+    assert gate.is_stopped == any(string in text for string in strings)
     assert found + gate.finish() == expected(text, strings)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from longctx.kernels.gated_delta.front import StateSpaceWeights, Tokens, Weights
+from longctx.kernels.gated_delta.front import GatedDeltaWeights, ProjectedTokens, StateSpaceWeights
 
 
 def plain(tokens, weights, bounds, beta_scale=1.0, state=None, before=None):
@@ -51,14 +51,16 @@ def make(t, *, K=2, G=2, D=6, V=5, X=1, reach=3, batch=2, dtype=torch.float64, s
         x = torch.randn(shape, generator=generator, dtype=torch.float64) * scale + shift
         return x.to(dtype).requires_grad_()
 
-    tokens = Tokens(
+    tokens = ProjectedTokens(
         normal(batch, t, K, D),
         normal(batch, t, K, D),
         normal(batch, t, K, G, V),
         normal(batch, t, K, G, X),
         normal(batch, t, K, G),
     )
-    weights = Weights(normal(K, 2 * D + G * V, reach + 1, scale=0.5), normal(K, G, shift=0.5), normal(K, G, X))
+    weights = GatedDeltaWeights(
+        normal(K, 2 * D + G * V, reach + 1, scale=0.5), normal(K, G, shift=0.5), normal(K, G, X)
+    )
     if mamba:
         weights = StateSpaceWeights(*weights, normal(K, 2 * D + G * V), normal(K, G))
     return tokens, weights

@@ -99,7 +99,7 @@ def test_a_weight_converted_in_tiles_counts_as_a_whole_one(rows, monkeypatch):
     results = []
     for elements in (1 << 21, rows * M):
         monkeypatch.setattr(chunked, "TILE_ELEMENTS", elements)
-        objective, nll = loss_sums(hidden, weight, targets, options=ALL, products="float32", chunk_tokens=7)
+        objective, nll = loss_sums(hidden, weight, targets, options=ALL, matmul_mode="float32", chunk_tokens=7)
         results.append((objective.detach(), nll, *torch.autograd.grad(objective, (hidden, weight))))
     # Sums in another order: a gradient may round to its other neighbour, which is up to 2^-7 of it away.
     torch.testing.assert_close(results[1], results[0], rtol=2 * UNIT, atol=1e-5)
@@ -134,7 +134,7 @@ def test_precision(dtype, products, options):
     hidden, weight, targets = inputs(dtype, tokens=300, width=64, vocab=5003)
     with torch.no_grad():
         weight.mul_(0.125)  # logits of standard deviation 1
-    objective, nll = loss_sums(hidden, weight, targets, options=options, products=products, chunk_tokens=128)
+    objective, nll = loss_sums(hidden, weight, targets, options=options, matmul_mode=products, chunk_tokens=128)
     grads = torch.autograd.grad(objective, (hidden, weight))
     (wanted, *wanted_grads), wanted_nll = whole(hidden, weight, targets, options)
     assert objective.dtype == nll.dtype == torch.float32
@@ -156,7 +156,7 @@ def test_precision(dtype, products, options):
 def test_weight_gradients_of_many_chunks_do_not_lose_digits(products):
     """1024 chunks, whose sum in bfloat16 would be off by 5e-2."""
     hidden, weight, targets = inputs(torch.bfloat16, tokens=2048, width=4, vocab=8, ignored=[])
-    objective = loss_sums(hidden, weight, targets, products=products, chunk_tokens=2)[0]
+    objective = loss_sums(hidden, weight, targets, matmul_mode=products, chunk_tokens=2)[0]
     got = torch.autograd.grad(objective, weight)[0]
     # The chunks' own errors fall to either side and average out over so many: what is left is one rounding of the sum.
     assert relative_error(got, whole(hidden, weight, targets)[0][2]) < rounded(1)
@@ -178,23 +178,23 @@ def test_large_logits_do_not_overflow():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_without_a_target_loss_and_gradients_are_zero(options, dtype, products):
     hidden, weight, targets = inputs(dtype, ignored=range(N))
-    objective, nll = loss_sums(hidden, weight, targets, options=options, products=products, chunk_tokens=7)
+    objective, nll = loss_sums(hidden, weight, targets, options=options, matmul_mode=products, chunk_tokens=7)
     grads = torch.autograd.grad(objective, (hidden, weight))
     assert objective == nll == 0
     assert all(g.count_nonzero() == 0 for g in grads)
-    assert token_nll(hidden, weight, targets, products=products).count_nonzero() == 0
+    assert token_nll(hidden, weight, targets, matmul_mode=products).count_nonzero() == 0
 
 
 @both_ways
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_a_token(dtype, products):
     hidden, weight, targets = inputs(dtype, tokens=0, ignored=())
-    objective, nll = loss_sums(hidden, weight, targets, options=ALL, products=products)
+    objective, nll = loss_sums(hidden, weight, targets, options=ALL, matmul_mode=products)
     assert objective == nll == 0
     dhidden, dweight = torch.autograd.grad(objective, (hidden, weight))
     assert dhidden.shape == hidden.shape
     assert dweight.count_nonzero() == 0
-    assert token_nll(hidden, weight, targets, products=products).shape == (0,)
+    assert token_nll(hidden, weight, targets, matmul_mode=products).shape == (0,)
 
 
 @pytest.mark.parametrize("target", [-1, V])

@@ -51,7 +51,7 @@ def test_a_wide_total_is_not_rounded_between_chunks():
 def test_cuda_has_a_product_of_its_own_for_it(monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "addmm", lambda total, a, b, **options: asked.append((total, a, b, options)))
-    on_cuda = torch.library.get_kernel("longctx::add_wide_product_", "CUDA")
+    on_cuda = torch.library.get_kernel("longctx::add_upcast_matmul_", "CUDA")
     total, a, b = torch.zeros(2, 3), torch.zeros(2, 4).bfloat16(), torch.zeros(4, 3).bfloat16()
     on_cuda.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), total, a, b)
     assert len(asked) == 1

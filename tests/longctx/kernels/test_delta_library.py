@@ -10,11 +10,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from longctx.kernels.gated_delta import library
-from longctx.kernels.gated_delta.call import Carried, Options
-from longctx.kernels.gated_delta.front import Tokens
+from longctx.kernels.gated_delta.front import ProjectedTokens
+from longctx.kernels.gated_delta.gated_delta_call import GatedDeltaOptions, InitialStates
+from longctx.kernels.gated_delta.gated_delta_rule import gated_delta
 from longctx.kernels.gated_delta.library import gated_delta_by, library_for
-from longctx.kernels.gated_delta.rule import gated_delta
-from longctx.kernels.linear_attention import Segments
+from longctx.kernels.linear_attention import StateSegments
 from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.longctx.kernels.attention.library_source import Source, unpacked
 from tests.longctx.kernels.delta_library import plain_rule
@@ -35,13 +35,15 @@ def test_states_in_and_out_are_those_of_our_own_passes(monkeypatch, X, takes, gi
     tokens, weights = make(PACKED[-1], X=X)
     # Some blocks of convolution and gates, of which the last is short.
     monkeypatch.setattr(library, "FRONT_CHUNKS", 2)
-    options = Options(segments=Segments(PACKED, takes=takes, gives=gives), beta_scale=2.0, chunk=8)
+    options = GatedDeltaOptions(segments=StateSegments(PACKED, received=takes, sent=gives), beta_scale=2.0, chunk=8)
     inputs = [*tokens, *weights]
     carried = None
     if takes:
         generator = torch.Generator().manual_seed(3)
         shapes = (len(takes), 2, 4, 6, 5), (len(takes), 2, 3, 2, 22)
-        carried = Carried(*(torch.randn(x, generator=generator, dtype=torch.float64).requires_grad_() for x in shapes))
+        carried = InitialStates(
+            *(torch.randn(x, generator=generator, dtype=torch.float64).requires_grad_() for x in shapes)
+        )
         inputs += carried
     results = []
     for run in (gated_delta, lambda *arguments: gated_delta_by(plain_rule, *arguments)):
@@ -60,7 +62,7 @@ def test_half_precision_keeps_gates_and_states_in_float32():
         seen.append([x.dtype for x in tensors])
         return plain_rule(*tensors, **options)
 
-    options = Options(segments=Segments((0, 40), gives=(0,)))
+    options = GatedDeltaOptions(segments=StateSegments((0, 40), sent=(0,)))
     out, given = gated_delta_by(rule, tokens, weights, options)
     want, states = gated_delta(tokens, weights, options)
     half, full = torch.bfloat16, torch.float32
@@ -70,7 +72,7 @@ def test_half_precision_keeps_gates_and_states_in_float32():
 
 
 def test_whom_it_serves(monkeypatch):
-    options = Options(segments=Segments((0, 8)))
+    options = GatedDeltaOptions(segments=StateSegments((0, 8)))
 
     def served(dtype, options=options, **sizes):
         return library_for(make(8, dtype=dtype, **sizes)[0], options) is not None
@@ -82,9 +84,9 @@ def test_whom_it_serves(monkeypatch):
         assert served(torch.float16, X=6)
         assert not served(torch.float32)
         assert not served(torch.bfloat16, D=257)
-        assert not served(torch.bfloat16, options=Options(segments=Segments((0, 8)), chunk=1))
+        assert not served(torch.bfloat16, options=GatedDeltaOptions(segments=StateSegments((0, 8)), chunk=1))
         mode = FakeTensorMode()
-        fake = Tokens._make(mode.from_tensor(x.detach()) for x in make(8, dtype=torch.bfloat16)[0])
+        fake = ProjectedTokens._make(mode.from_tensor(x.detach()) for x in make(8, dtype=torch.bfloat16)[0])
         assert library_for(fake, options) is None
 
 
@@ -98,7 +100,7 @@ def test_the_rule_takes_it(monkeypatch):
 
     monkeypatch.setattr(library, "installed", lambda *, by_channel: rule)
     with computing_as_on_a_gpu():
-        gated_delta(tokens, weights, Options(segments=Segments((0, 8))))
+        gated_delta(tokens, weights, GatedDeltaOptions(segments=StateSegments((0, 8))))
     assert calls
 
 
@@ -112,7 +114,7 @@ def test_the_published_library_has_these_arguments(request, by_channel):
         for node in ast.walk(ast.parse((folder / path).read_text()))
         if isinstance(node, ast.FunctionDef) and node.name == name
     ]
-    ours = inspect.signature(library.Rule.__call__).parameters
+    ours = inspect.signature(library.GatedDeltaKernel.__call__).parameters
     theirs = [x.arg for x in function.args.args]
     assert theirs[:5] == list(ours)[1:6]
     assert set(list(ours)[6:]) <= set(theirs)

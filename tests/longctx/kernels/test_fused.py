@@ -75,8 +75,8 @@ def test_a_cpu_and_strided_tensors_merge_in_pytorchs_operators(monkeypatch):
         parts = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in (out, lse, block, block_lse)]
         merge.merge_(*parts)
         assert len(asked) == 1
-        assert not merge.is_one_stretch(torch.empty(2, 6, 2, 8)[:, 1:3])
-        assert merge.is_one_stretch(torch.empty(1, 6, 2, 8)[:, 1:3])
+        assert not merge.are_contiguous(torch.empty(2, 6, 2, 8)[:, 1:3])
+        assert merge.are_contiguous(torch.empty(1, 6, 2, 8)[:, 1:3])
 
 
 def test_a_broken_log_sum_exp_stays_one():

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from longctx.errors import ConfigError
-from longctx.kernels.gated_delta.call import Carried, Options
-from longctx.kernels.gated_delta.front import Tokens, Weights, weights_of
-from longctx.kernels.gated_delta.rule import gated_delta
-from longctx.kernels.linear_attention import Segments
+from longctx.kernels.gated_delta.front import GatedDeltaWeights, ProjectedTokens, weights_of
+from longctx.kernels.gated_delta.gated_delta_call import GatedDeltaOptions, InitialStates
+from longctx.kernels.gated_delta.gated_delta_rule import gated_delta
+from longctx.kernels.linear_attention import StateSegments
 from tests.longctx.kernels.delta_oracle import make, plain
 
 DOCUMENTS = [
@@ -39,7 +39,9 @@ def test_output_and_gradients_are_those_of_the_recurrence(bounds, X, mamba):
     dout = torch.randn_like(want)
     wanted = (want, *torch.autograd.grad(want, leaves, dout))
     for chunk, block_chunks in ((1, 1), (7, 2), (16, 3), (64, 8)):
-        options = Options(segments=Segments(bounds), beta_scale=2.0, chunk=chunk, block_chunks=block_chunks)
+        options = GatedDeltaOptions(
+            segments=StateSegments(bounds), beta_scale=2.0, chunk=chunk, block_chunks=block_chunks
+        )
         out, _ = gated_delta(tokens, weights, options)
         close((out, *torch.autograd.grad(out, leaves, dout)), wanted)
 
@@ -51,20 +53,20 @@ def test_other_heads_and_convolutions(K, G, X, reach):
     want, _ = plain(tokens, weights, bounds)
     dout = torch.randn_like(want)
     leaves = (*tokens, *weights)
-    out, _ = gated_delta(tokens, weights, Options(segments=Segments(bounds), chunk=8, block_chunks=2))
+    out, _ = gated_delta(tokens, weights, GatedDeltaOptions(segments=StateSegments(bounds), chunk=8, block_chunks=2))
     close((out, *torch.autograd.grad(out, leaves, dout)), (want, *torch.autograd.grad(want, leaves, dout)))
 
 
 @pytest.mark.parametrize(("X", "mamba"), [(1, False), (2, False), (1, True)], ids=["by-head", "by-channel", "mamba2"])
 def test_gradcheck_with_states_in_and_out(X, mamba):
     tokens, weights = make(9, K=1, D=2, V=2, X=X, batch=1, mamba=mamba)
-    segments = Segments((0, 4, 4, 9), takes=(0, 2), gives=(1, 2))
+    segments = StateSegments((0, 4, 4, 9), received=(0, 2), sent=(1, 2))
     states = torch.randn(2, 1, 2, 2, 2, dtype=torch.float64, requires_grad=True)
     before = torch.randn(2, 1, 3, 1, 8, dtype=torch.float64, requires_grad=True)
 
     def run(states, before, *leaves):
-        options = Options(segments=segments, chunk=2, block_chunks=2)
-        return gated_delta(Tokens(*leaves[:5]), weights_of(leaves[5:]), options, Carried(states, before))
+        options = GatedDeltaOptions(segments=segments, chunk=2, block_chunks=2)
+        return gated_delta(ProjectedTokens(*leaves[:5]), weights_of(leaves[5:]), options, InitialStates(states, before))
 
     assert torch.autograd.gradcheck(run, (states, before, *tokens, *weights))
 
@@ -77,11 +79,11 @@ def test_a_document_in_pieces_is_the_whole(cuts):
     carried, channels = None, tokens.channels(slice(None))
     for start, stop in pairwise(cuts):
         takes = () if carried is None else (0,)
-        options = Options(segments=Segments((0, stop - start), takes=takes, gives=(0,)), chunk=4)
+        options = GatedDeltaOptions(segments=StateSegments((0, stop - start), received=takes, sent=(0,)), chunk=4)
         out, given = gated_delta(tokens.rows(slice(start, stop)), weights, options, carried)
         parts.append(out)
         before = torch.cat((torch.zeros_like(channels[:, :3]), channels[:, :stop]), 1)[:, -3:]
-        carried = Carried(given, before[None])
+        carried = InitialStates(given, before[None])
     close((torch.cat(parts, 1), carried.states_sBHDV[0]), (want, state))
 
 
@@ -92,10 +94,10 @@ def test_strong_decays_neither_overflow_nor_vanish_by_rounding(X):
     with torch.no_grad():
         tokens.a_BtKGX.mul_(40)
     exact = [x.detach().double().requires_grad_() for x in (*tokens, *weights)]
-    want, _ = plain(Tokens(*exact[:5]), Weights(*exact[5:]), (0, 130))
+    want, _ = plain(ProjectedTokens(*exact[:5]), GatedDeltaWeights(*exact[5:]), (0, 130))
     dout = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = (want, *torch.autograd.grad(want, exact, dout))
-    out, _ = gated_delta(tokens, weights, Options(segments=Segments((0, 130))))
+    out, _ = gated_delta(tokens, weights, GatedDeltaOptions(segments=StateSegments((0, 130))))
     got = (out, *torch.autograd.grad(out, (*tokens, *weights), dout.float()))
     assert all(x.isfinite().all() for x in got)
     close([x.double() for x in got], wanted, 3e-6)
@@ -107,9 +109,9 @@ def test_states_are_float32(dtype, bound):
     bounds = (0, 300, 301, 1000)
     tokens, weights = make(1000, D=16, V=16, dtype=dtype, batch=1)
     exact = [x.detach().double().requires_grad_() for x in (*tokens, *weights)]
-    want, _ = plain(Tokens(*exact[:5]), Weights(*exact[5:]), bounds)
+    want, _ = plain(ProjectedTokens(*exact[:5]), GatedDeltaWeights(*exact[5:]), bounds)
     dout = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-    out, _ = gated_delta(tokens, weights, Options(segments=Segments(bounds)))
+    out, _ = gated_delta(tokens, weights, GatedDeltaOptions(segments=StateSegments(bounds)))
     got = (out, *torch.autograd.grad(out, (*tokens, *weights), dout))
     assert all(x.dtype == dtype for x in got)
     close([x.double() for x in got], (want, *torch.autograd.grad(want, exact, dout.double())), bound)
@@ -117,11 +119,11 @@ def test_states_are_float32(dtype, bound):
 
 def test_shapes_that_do_not_fit_are_named():
     tokens, weights = make(8)
-    options = Options(segments=Segments((0, 8)))
+    options = GatedDeltaOptions(segments=StateSegments((0, 8)))
     with pytest.raises(ConfigError, match="conv has shape"):
         gated_delta(tokens, weights._replace(conv_KCR=weights.conv_KCR[:, 1:]), options)
     with pytest.raises(ConfigError, match="8 tokens are not the 9"):
-        gated_delta(tokens, weights, Options(segments=Segments((0, 9))))
+        gated_delta(tokens, weights, GatedDeltaOptions(segments=StateSegments((0, 9))))
     wide = make(8, X=5)
     with pytest.raises(ConfigError, match="needs 1, or 6"):
         gated_delta(*wide, options)

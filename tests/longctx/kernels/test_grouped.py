@@ -13,7 +13,7 @@ from longctx.kernels.grouped import (
     grouped_rows,
     sort_by_expert,
     sum_by_expert,
-    takes_grouped_mm,
+    supports_grouped_mm,
 )
 from tests.rounding import UNIT, both_ways
 
@@ -54,12 +54,12 @@ ABSOLUTE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 17 * 4 * 
 def test_grouped_products_equal_their_definition(dtype, loop, products, monkeypatch):
     x, weight, dy, ends = operands(dtype)
     if loop:
-        monkeypatch.setattr(grouped, "takes_grouped_mm", lambda *_, **__: False)
+        monkeypatch.setattr(grouped, "supports_grouped_mm", lambda *_, **__: False)
     else:
         in_float32 = dtype == torch.bfloat16 and products == "float32"
-        assert takes_grouped_mm(x, weight, products=products) == (dtype != torch.float64 and not in_float32)
+        assert supports_grouped_mm(x, weight, matmul_mode=products) == (dtype != torch.float64 and not in_float32)
     want = by_definition(x, weight, dy)
-    got = grouped_rows(x, weight.mT, ends, products=products), grouped_outer(dy, x, ends, products=products)
+    got = grouped_rows(x, weight.mT, ends, matmul_mode=products), grouped_outer(dy, x, ends, matmul_mode=products)
     for value, exact in zip(got, want, strict=True):
         assert value.dtype == dtype
         torch.testing.assert_close(value.double(), exact, **TOLERANCE[dtype])
@@ -85,7 +85,7 @@ def test_products_by_blocks_equal_their_definition(dtype, rows, copied, monkeypa
 @pytest.mark.parametrize("width", [15, 18])
 def test_odd_widths_take_the_loop(width):
     x = torch.randn(4, width)
-    assert not takes_grouped_mm(x, x, products="native")
+    assert not supports_grouped_mm(x, x, matmul_mode="native")
 
 
 def test_sums_by_expert():
@@ -135,10 +135,10 @@ def test_what_lies_on_words_of_16_bytes(x, wanted):
     on_cuda = SimpleNamespace(device=SimpleNamespace(type="cuda"), clone=x.clone)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped, "is_aligned", lambda _: wanted)
-        found = grouped.aligned(on_cuda)  # a tensor of this device as far as the function looks
+        found = grouped.ensure_aligned(on_cuda)  # a tensor of this device as far as the function looks
     if wanted:
         assert found is on_cuda
     else:
         assert grouped.is_aligned(found)
         assert torch.equal(found, x)
-    assert grouped.aligned(x) is x, "CPUs take any address: no copy"
+    assert grouped.ensure_aligned(x) is x, "CPUs take any address: no copy"

@@ -10,8 +10,8 @@ from longctx.kernels import cross_entropy, grouped, matmul
 from longctx.kernels.matmul import linear
 from longctx.kernels.rms_norm import rms_norm
 from longctx.model.decoder import Decoder
-from longctx.model.experts import blocks
-from longctx.model.layers.linear import Linear, set_products
+from longctx.model.experts import expert_blocks
+from longctx.model.layers.linear import Linear, set_matmul_mode
 from longctx.model.layers.norms import RMSNorm
 from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
@@ -32,7 +32,7 @@ def test_bfloat16_products_are_rounded_once(rows, biased, products, small_tiles)
     """Natively a bias may be added to the rounded product: twice."""
     torch.manual_seed(0)
     layer = Linear(5, 6, bias=biased)
-    set_products(layer, products)
+    set_matmul_mode(layer, products)
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     layer.bfloat16()
@@ -54,11 +54,11 @@ def test_bfloat16_products_are_rounded_once(rows, biased, products, small_tiles)
 @both_ways
 def test_only_what_needs_a_gradient_gets_one(products, small_tiles):
     x, weight = torch.randn(4, 5).bfloat16(), torch.randn(6, 5).bfloat16().requires_grad_()
-    linear(x, weight, products=products).sum().backward()
+    linear(x, weight, matmul_mode=products).sum().backward()
     assert x.grad is None
     assert weight.grad is not None
     x, weight = x.requires_grad_(), weight.detach()
-    linear(x, weight, products=products).sum().backward()
+    linear(x, weight, matmul_mode=products).sum().backward()
     assert x.grad is not None
 
 
@@ -67,7 +67,7 @@ def test_only_what_needs_a_gradient_gets_one(products, small_tiles):
 )
 def test_other_dtypes_and_the_native_way_take_pytorchs_product(dtype, products):
     x, weight = torch.randn(4, 5).to(dtype), torch.randn(6, 5).to(dtype)
-    assert torch.equal(linear(x, weight, products=products), nn.functional.linear(x, weight))
+    assert torch.equal(linear(x, weight, matmul_mode=products), nn.functional.linear(x, weight))
 
 
 @both_ways
@@ -75,18 +75,18 @@ def test_a_model_multiplies_as_it_was_told(products, monkeypatch):
     """Every linear layer, gated ones too, the head and the experts; forward and backward."""
     formed = []
     plain = matmul.multiplies_in_float32
-    for module in (matmul, grouped, cross_entropy, blocks):
+    for module in (matmul, grouped, cross_entropy, expert_blocks):
         told = lambda x, products: formed.append((x.dtype, products)) or plain(x, products)  # noqa: E731
         monkeypatch.setattr(module, "multiplies_in_float32", told)
     for config in (tiny_config(), tiny_config(num_experts=0, ffn_size=48, shared_ffn_size=0)):
         model, batch = (
-            CausalLM(Decoder(config, execution=Execution(products=products)).bfloat16()),
+            CausalLM(Decoder(config, execution=Execution(matmul_mode=products)).bfloat16()),
             packed_batch([[5, 11]]),
         )
         model(batch)[0].backward()
         model.network.logits(torch.randn(1, 3, config.hidden_size).bfloat16())
     assert set(formed) == {(torch.bfloat16, products)}
-    assert model.network.cores["softmax"].products == products
+    assert model.network.cores["softmax"].matmul_mode == products
 
 
 @pytest.mark.parametrize("offset", [False, True])

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.trace.live_bytes import LiveBytes
 from longctx.kernels import traced_loops
-from longctx.kernels.gated_delta.call import Options
-from longctx.kernels.gated_delta.rule import gated_delta
-from longctx.kernels.linear_attention import Segments
+from longctx.kernels.gated_delta.gated_delta_call import GatedDeltaOptions
+from longctx.kernels.gated_delta.gated_delta_rule import gated_delta
+from longctx.kernels.linear_attention import StateSegments
 from longctx.kernels.traced_loops import in_a_trace_once, times
 from tests.longctx.kernels.delta_oracle import make
 
@@ -39,7 +39,9 @@ def traced(bounds: Sequence[int]) -> tuple[Counter[str], int]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tokens, weights = (type(x)(*map(mode.from_tensor, x)) for x in make(bounds[-1]))
     with mode, Counting() as counting:
-        out, _ = gated_delta(tokens, weights, Options(segments=Segments(bounds), chunk=4, block_chunks=2))
+        out, _ = gated_delta(
+            tokens, weights, GatedDeltaOptions(segments=StateSegments(bounds), chunk=4, block_chunks=2)
+        )
         torch.autograd.grad(out, (*tokens, *weights), torch.ones_like(out))
     return counting.operators, counting.live.peak
 

@@ -67,7 +67,7 @@ def train(name: str, execution: Execution, dtype: torch.dtype) -> list[dict[str,
 @cache
 def in_float64(name: str) -> list[dict[str, torch.Tensor]]:
     """The same as a CPU computes it."""
-    return train(name, Execution(products="native"), torch.float64)
+    return train(name, Execution(matmul_mode="native"), torch.float64)
 
 
 def check(name: str, execution: Execution, dtype: torch.dtype) -> None:
@@ -87,7 +87,7 @@ def execution_of(keep, chunk_tokens, head_groups, *, compiler=None, recompute="a
         keep,
         chunk_tokens=chunk_tokens,
         head_groups=head_groups,
-        products="native",
+        matmul_mode="native",
         recompute_experts="none" if keep == "all" and not chunk_tokens else recompute,
         compiler=compiler,
     )

@@ -11,13 +11,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from longctx.batch import Batch
 from longctx.errors import ConfigError
+from longctx.model.activation_offload import Keep, Store
 from longctx.model.block import Block
-from longctx.model.chunks import table
-from longctx.model.chunks.store import DeviceStore
+from longctx.model.chunks import token_table
+from longctx.model.chunks.chunk_store import DeviceStore
 from longctx.model.decoder import Decoder
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.experts.router import RouterStats
-from longctx.model.kept import Keep, Store
 from longctx.model.rotary import RotaryTable
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
@@ -196,7 +196,7 @@ def test_gradients_of_tables_are_summed_by_rows(name, loss, rows, monkeypatch):
         )
         wanted = train(config, Execution(), torch.float64, **loss)
         with monkeypatch.context() as patch:
-            patch.setattr(table, "SUMMED_VALUES", rows * config.hidden_size)
+            patch.setattr(token_table, "SUMMED_VALUES", rows * config.hidden_size)
             got = train(config, Execution("attention", "host", chunk_tokens=7), torch.float64, **loss)
         for key, value in wanted.items():
             torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=lambda t, k=key: f"{k}: {t}")

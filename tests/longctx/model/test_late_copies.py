@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx.model.kept import Keep, Store
+from longctx.model.activation_offload import Keep, Store
 from longctx.model.training_pass import Execution
 from tests.late_copies import LATE_ORDERS, late_copies
 from tests.longctx.model.test_chunks import CONFIGS, train

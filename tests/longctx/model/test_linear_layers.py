@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from longctx.generation.loop import generate
-from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.cache import KVCache
+from longctx.kernels.attention.kernel_interface import ScoreRules
 from longctx.model.attention.core import sinks_of
+from longctx.model.attention.kv_cache import KVCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
-from longctx.model.mixers.linear import LocalLinearAttention
+from longctx.model.mixers.local_linear_attention import LocalLinearAttention
 from longctx.model.training_pass import Execution
 from tests.longctx.attention_cores import MaskIsPlan, attend_once
 from tests.longctx.cached_models import without_cache
@@ -41,7 +41,7 @@ class ByClosedForm(MaskIsPlan):
 
 class BySoftmax(MaskIsPlan):
     def __call__(self, q_BtHD, k_BtKD, v_BtKV, *, plan, scores=None, weights=(), **_):
-        scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
+        scores = scores or ScoreRules(scale=q_BtHD.shape[-1] ** -0.5)
         return by_definition(q_BtHD, k_BtKD, v_BtKV, plan, scores, sinks_of(weights))
 
 

@@ -89,7 +89,7 @@ def test_bfloat16_is_close_to_float32(name, products):
     batch = packed_batch([[9, 14], [20, 3]], padding=1)
     results, replay = {}, RoutingReplay()
     for dtype in (torch.float32, torch.bfloat16):
-        model = CausalLM(Decoder(CONFIGS[name], execution=Execution(products=products))).to(dtype)
+        model = CausalLM(Decoder(CONFIGS[name], execution=Execution(matmul_mode=products))).to(dtype)
         training_pass = TrainingPass(replay=replay if name == "moe" else None)
         loss = model.loss_sum(model(batch, training_pass))
         step_loss(loss, 0.1).backward()

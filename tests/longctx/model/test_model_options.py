@@ -186,7 +186,7 @@ def test_a_whole_model_in_bfloat16_is_as_near_as_bfloat16_is(products):
     pass relative errors on as they are.
     """
     for name in ("gemma 2", "gpt 2", "soft cap under a bias", "norm of all heads, layernorm"):
-        decoder = build(Execution(products=products), **OPTIONS[name])
+        decoder = build(Execution(matmul_mode=products), **OPTIONS[name])
         batch = packed_batch([[5, 11, 1]], vocab_size=31)
         exact = decoder(batch.tokens, batch.positions, batch.cu_seqlens)
         model = CausalLM(decoder.bfloat16())

@@ -55,7 +55,7 @@ def plain_loss(decoder: Decoder, batch: Batch) -> tuple[torch.Tensor, PlainDecod
             plain.block(x_NM, batch.positions.flatten(), config.num_layers + number, f"{at}.block"), f"{at}.norm"
         )
         further, count = further + nll(hidden_NM, wanted_N), count + int((wanted_N != IGNORED_TARGET).sum())
-    assert count == batch.num_ahead(config.mtp_layers)
+    assert count == batch.num_mtp_targets(config.mtp_layers)
     return loss + WEIGHT * further / count, plain
 
 
@@ -93,7 +93,7 @@ def test_what_does_not_count_is_read_all_the_same():
     loss, _ = step(lm, masked)
     wanted, _ = plain_loss(lm.network, masked)
     torch.testing.assert_close(loss, wanted.detach(), rtol=1e-12, atol=1e-12)
-    assert 0 < masked.num_ahead(1) < BATCH.num_ahead(1)
+    assert 0 < masked.num_mtp_targets(1) < BATCH.num_mtp_targets(1)
 
 
 def test_a_model_without_such_blocks_has_the_same_main_loss():

@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 import torch
 
-from longctx.model.attention.cache import KVCache
 from longctx.model.attention.core import AttentionShapes
+from longctx.model.attention.kv_cache import KVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
-from longctx.model.mixers.linear import LocalLinearAttention
+from longctx.model.mixers.local_linear_attention import LocalLinearAttention
 from longctx.model.training_pass import Execution
 from tests.longctx.samples import dense_config, one_document, packed_batch
 

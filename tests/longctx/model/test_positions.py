@@ -14,11 +14,11 @@ from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.attention.bias import alibi_slopes, buckets
-from longctx.kernels.attention.contract import RelativeBias
-from longctx.model.attention.cache import KVCache
+from longctx.kernels.attention.kernel_interface import RelativeBias
 from longctx.model.attention.core import AttentionCore
+from longctx.model.attention.kv_cache import KVCache
 from longctx.model.decoder import Decoder
-from longctx.model.mixers.softmax import RelativePositions
+from longctx.model.mixers.grouped_query_attention import RelativePositions
 from longctx.model.plans import check_learned
 from longctx.model.rotary import sinusoidal_embedding
 from tests.longctx.attention_cores import MaskIsPlan

@@ -15,18 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
-from longctx.kernels.attention.select import KERNELS
-from longctx.kernels.processor import PRODUCTS
-from longctx.model.attention.cache import KVCache
+from longctx.kernels.attention.kernel_interface import ScoreRules
+from longctx.kernels.attention.kernel_selection import KERNELS
+from longctx.kernels.processor import MATMUL_MODES
+from longctx.model.activation_offload import Keep
+from longctx.model.attention.kv_cache import KVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
 from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.experts.experts import Experts
-from longctx.model.experts.layer import MixtureOfExperts
-from longctx.model.kept import Keep
+from longctx.model.experts.moe_layer import MixtureOfExperts
 from longctx.model.recompute import RecomputeCache, recomputed
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
@@ -56,7 +56,7 @@ class CountingKernel(CpuFlashKernel):
 def kernel(monkeypatch) -> CountingKernel:
     """Counts the runs of the CPU kernel, in whatever way it multiplies."""
     runs = {"forward": 0, "backward": 0}
-    for products in PRODUCTS:
+    for products in MATMUL_MODES:
         monkeypatch.setitem(KERNELS, f"cpu_flash_{products}", CountingKernel(products, runs))
     counting = CountingKernel("auto", runs)
     monkeypatch.setitem(KERNELS, "cpu_flash", counting)
@@ -77,7 +77,7 @@ class SinksEverywhere(LocalAttention):
             k_BtKD,
             v_BtKV,
             plan=plan,
-            scores=Scores(scale=0.3),
+            scores=ScoreRules(scale=0.3),
             weights=(self.sinks_H,),
             recompute_cache=recompute_cache,
         )
@@ -94,11 +94,11 @@ def test_recomputation_changes_no_bit_and_runs_the_kernel_once(config, core, dty
     """The second run forms the same products of the same tensors, so that it rounds them alike."""
     batch, results = packed_batch([[9, 14], [20, 3]], padding=1), {}
     kind, name = CORES[core]
-    core = kind(name, products=products)
+    core = kind(name, matmul_mode=products)
     for keep in ("all", "attention"):
-        model = CausalLM(Decoder(config, core and {"softmax": core}, execution=Execution(keep, products=products))).to(
-            dtype
-        )
+        model = CausalLM(
+            Decoder(config, core and {"softmax": core}, execution=Execution(keep, matmul_mode=products))
+        ).to(dtype)
         core_calls = kernel.runs["forward"]
         loss = model.loss_sum(model(batch))
         step_loss(loss, 0.1).backward()

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from longctx.batch import Batch
 from longctx.kernels.cross_entropy import PLAIN, LossOptions, losses_, whole_losses
-from longctx.kernels.processor import Products
+from longctx.kernels.processor import MatmulMode
 from longctx.kernels.regions import Regions, compile_count, missing_for_compiling
 from longctx.model import decoder as decoder_module
+from longctx.model.activation_offload import Keep, Store
 from longctx.model.decoder import Decoder
-from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from tests.as_on_a_gpu import computing_as_on_a_gpu
@@ -105,12 +105,12 @@ def check(name: str, backend: str, *, keep: Keep = "all", store: Store = "device
             assert error <= 2 * (want - exact[n][key]).norm(), key
 
 
-def check_bfloat16(name: str, backend: str, products: Products, *, keep: Keep) -> None:
+def check_bfloat16(name: str, backend: str, products: MatmulMode, *, keep: Keep) -> None:
     """Compiled and eager bfloat16 against float32: a kernel that is fused rounds no more often than operators do."""
     exact = train(MODELS[name], Execution(keep), torch.float32)[1]
     errors = []
     for compiler in (None, backend):
-        execution = Execution(keep, products=products, compiler=compiler)
+        execution = Execution(keep, matmul_mode=products, compiler=compiler)
         _, grads, graphs = train(MODELS[name], execution, torch.bfloat16)
         assert graphs == [graphs[0]] * len(graphs), "other documents compiled again"
         errors.append(sum(distance(got, wanted) for got, wanted in zip(grads, exact, strict=True)))

@@ -163,7 +163,7 @@ def test_a_pair_reads_its_own_source_alone(name):
             continue
         batch = pair_batch([(len(target), len(source))], vocab=config.vocab_size)
         tokens = (one_row([target]), one_row([source]))
-        batch = replace(batch, tokens=tokens[0].tokens, targets=tokens[0].following, source=tokens[1])
+        batch = replace(batch, tokens=tokens[0].tokens, targets=tokens[0].next_token_ids, source=tokens[1])
         alone.append(train(config, batch))
     for key, value in together.items():
         torch.testing.assert_close(sum(x[key] for x in alone), value, rtol=1e-10, atol=1e-10)

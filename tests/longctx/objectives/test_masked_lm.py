@@ -51,9 +51,9 @@ def test_the_head_computes_what_was_chosen_alone():
     for is_told in (False, True):
         lm = MaskedLM(Decoder(CONFIG)).double()
         batch = lm.prepare(stream)
-        assert batch.places.tolist() == (stream.masked.flatten() != IGNORED_TARGET).nonzero().flatten().tolist()
+        assert batch.masked_indices.tolist() == (stream.masked.flatten() != IGNORED_TARGET).nonzero().flatten().tolist()
         if not is_told:
-            batch = replace(batch, places=None)
+            batch = replace(batch, masked_indices=None)
         sums = lm.loss_sum(lm(batch))
         sums["objective"].backward()
         found.append({**sums.sums, **gradients(lm), "likelihoods": lm.token_nll(batch)})
@@ -69,9 +69,9 @@ def test_the_head_computes_what_was_chosen_alone():
 def test_on_a_gpu_chosen_tokens_are_not_looked_for():
     stream, lm = masked_stream(), MaskedLM(Decoder(CONFIG))
     with computing_as_on_a_gpu():
-        assert lm.prepare(stream).places is None
-        named = replace(stream, places=torch.tensor([1, 4]))
-        assert lm.prepare(named).places.tolist() == [1, 4]
+        assert lm.prepare(stream).masked_indices is None
+        named = replace(stream, masked_indices=torch.tensor([1, 4]))
+        assert lm.prepare(named).masked_indices.tolist() == [1, 4]
 
 
 def test_a_hidden_token_is_told_from_both_sides():

@@ -11,8 +11,8 @@ import pytest
 import transformers
 
 from longctx.tokenizer import Tokenizer, load_tokenizer
-from longctx.tokenizer.chunks import SPACE_MARK
 from longctx.tokenizer.hard_texts import HARD_TEXTS
+from longctx.tokenizer.text_chunks import SPACE_MARK
 from tests.longctx.conversion.tiny_tokenizer import corpus
 from tests.longctx.tokenizer.families import FAMILIES
 
@@ -151,10 +151,10 @@ def test_the_space_mark_is_a_space_but_for_our_own_models(family: Callable[[str]
 
 
 def test_a_line_without_an_end_is_cut_at_the_limit(family: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("longctx.tokenizer.chunks.LIMIT_CHARACTERS", 1000)
+    monkeypatch.setattr("longctx.tokenizer.text_chunks.LIMIT_CHARACTERS", 1000)
     for name in ("llama2", "llama3", "gemma"):
         tokenizer = load_tokenizer(family(name))
-        tokenizer.__dict__["_is_certain"] = lambda text, at: False
+        tokenizer.__dict__["_is_safe_cut"] = lambda text, at: False
         text = "a" * 4500
         chunks = list(tokenizer.cut(text, 100))
         assert [len(chunk.text) for chunk in chunks] == [1000] * 4 + [500]

@@ -16,7 +16,7 @@ from tests.growing import grow
 
 ACTION = """
 from longctx.errors import LongCtxError
-from longctx.tokenizer.load import load_tokenizer
+from longctx.tokenizer.load_tokenizer import load_tokenizer
 RUNS = "a" * 3000, " " * 2000 + "x", "1" * 2000 + "x", "x" * 2000 + "!?"
 TEXTS = [*RUNS, "é漢\U0001f600" * 300 + "!", "ab c\\n" * 500]
 

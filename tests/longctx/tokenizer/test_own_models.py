@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.tokenizer import load_tokenizer
-from longctx.tokenizer.chunks import SPACE_MARK
+from longctx.tokenizer.byte_table import ByteTable
 from longctx.tokenizer.hard_texts import HARD_TEXTS
 from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
-from longctx.tokenizer.spelling import Spelling
+from longctx.tokenizer.text_chunks import SPACE_MARK
 from tests.longctx.conversion.tiny_tokenizer import corpus, train_tokenizer
 
 
@@ -48,21 +48,21 @@ def test_pieces_of_real_texts_change_no_id(own: SentencePieceTokenizer, monkeypa
         assert own.decode(found) == whole_text
 
 
-def spelling_of(tokenizer: SentencePieceTokenizer) -> Spelling:
-    assert tokenizer.spelling is not None
-    return tokenizer.spelling
+def spelling_of(tokenizer: SentencePieceTokenizer) -> ByteTable:
+    assert tokenizer.byte_table is not None
+    return tokenizer.byte_table
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=200))
 def test_every_text_of_our_own_models_is_proved(own: SentencePieceTokenizer, text: str):
     ids = own.encode(text)
-    assert spelling_of(own).spells(ids, text)
+    assert spelling_of(own).matches(ids, text)
     assert own.decode(ids) == text
 
 
 @pytest.mark.parametrize("text", HARD_TEXTS)
 def test_hard_texts_are_proved(own: SentencePieceTokenizer, text: str):
-    assert spelling_of(own).spells(own.encode(text), text)
+    assert spelling_of(own).matches(own.encode(text), text)
 
 
 @given(data=st.data())
@@ -71,7 +71,7 @@ def test_the_table_says_of_any_ids_what_decoding_says(own: SentencePieceTokenize
     text = own.decode(ids)
     texts = [text, text + "a", text[1:], "a" + text[1:], "", text.replace(" ", "\u2581")]
     for other in texts:
-        if spelling_of(own).spells(ids, other):
+        if spelling_of(own).matches(ids, other):
             assert other == text
     # Control ids, the unknown id and broken UTF-8 stand for no bytes of a text: those are decoded.
-    assert spelling_of(own).spells(ids, text) or (ids < 4).any() or "\ufffd" in text
+    assert spelling_of(own).matches(ids, text) or (ids < 4).any() or "\ufffd" in text

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from longctx.untrusted.terminal import for_terminal, spelled
+from longctx.untrusted.terminal import escape_control_characters, for_terminal
 from tests.helpers import REPOSITORY
 
 TITLE = "\x1b]0;owned\x07"
@@ -32,7 +32,7 @@ class Terminal(io.StringIO):
 )
 def test_on_a_terminal(text, wanted):
     assert for_terminal(text, Terminal()) == wanted
-    assert spelled(text) == wanted
+    assert escape_control_characters(text) == wanted
 
 
 def test_elsewhere_it_is_raw():
@@ -55,5 +55,5 @@ def test_all_that_is_printed_goes_through_it():
 def _raw_writes(tree: ast.Module) -> Iterator[int]:
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         writes = ast.unparse(call.func) in ("sys.stdout.write", "sys.stderr.write")
-        if writes and not ast.unparse(call.args[0]).startswith(("for_terminal(", "spelled(")):
+        if writes and not ast.unparse(call.args[0]).startswith(("for_terminal(", "escape_control_characters(")):
             yield call.lineno

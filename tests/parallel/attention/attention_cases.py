@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.contract import RelativeBias, Scores
-from longctx.kernels.processor import Products
-from parallel.attention.softmax import attend
+from longctx.kernels.attention.kernel_interface import RelativeBias, ScoreRules
+from longctx.kernels.processor import MatmulMode
+from parallel.attention.context_parallel_softmax import context_parallel_attention
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.schedule.schedule import Schedule
-from tests.parallel.schedule.test_schedule import full_mask
+from parallel.schedule.attention_schedule import Schedule
+from tests.parallel.schedule.test_attention_schedule import full_mask
 
 DOCUMENTS = {
     "one": lambda T: [0, T],
@@ -48,7 +48,7 @@ class Case:
     transport: str = "p2p"
     ranks_per_node: int = 1
     kernel: str = "reference"
-    products: Products = "native"
+    matmul_mode: MatmulMode = "native"
     dtype: torch.dtype = torch.float64
     scores: dict = field(default_factory=dict)
     """softcap, alibi, relative: what the scores have besides the dot product."""
@@ -78,11 +78,11 @@ class Case:
             found["sinks"] = torch.randn(self.heads, generator=g, dtype=torch.float64).to(self.dtype)
         return found
 
-    def build_scores(self, table: Tensor | None) -> Scores:
+    def build_scores(self, table: Tensor | None) -> ScoreRules:
         slopes = 0.5 ** torch.arange(1, self.heads + 1, dtype=torch.float32) if "alibi" in self.scores else None
         bias = None if table is None else RelativeBias(table, max_distance=16, bidirectional=not self.causal)
         scale = self.head_dim**-0.5
-        return Scores(scale=scale, softcap=self.scores.get("softcap"), alibi_slopes_H=slopes, relative_bias=bias)
+        return ScoreRules(scale=scale, softcap=self.scores.get("softcap"), alibi_slopes_H=slopes, relative_bias=bias)
 
     @property
     def causal(self) -> bool:
@@ -93,7 +93,7 @@ class Case:
         return DOCUMENTS[self.documents](self.tokens)
 
 
-SPREAD = {"layout", "ulysses", "transport", "ranks_per_node", "kernel", "products", "communication_dtype"}
+SPREAD = {"layout", "ulysses", "transport", "ranks_per_node", "kernel", "matmul_mode", "communication_dtype"}
 """What of a case does not change its result."""
 _found: dict[tuple[str, ...], dict[str, Tensor]] = {}
 
@@ -160,20 +160,20 @@ def t5_buckets(distance: Tensor, num_buckets: int, max_distance: int, *, bidirec
 
 
 def spread(case: Case, mesh: Mesh) -> tuple[SequenceLayout, dict[str, Tensor]]:
-    """The layout, and this rank's output and gradients by ``attend``."""
+    """The layout, and this rank's output and gradients by ``context_parallel_attention``."""
     layout = SequenceLayout.build(case.layout, case.tokens, mesh.context, case.cu_seqlens, case.ulysses)
     schedule = Schedule.build(layout, case.cu_seqlens, **MASKS[case.mask])
     q, k, v, dout = (layout.split(x, mesh.context_rank, 1) for x in case.inputs())
     leaves = {"q": q, "k": k, "v": v} | case.learned()
     leaves = {n: x.clone().requires_grad_() for n, x in leaves.items()}
-    out = attend(
+    out = context_parallel_attention(
         leaves["q"],
         leaves["k"],
         leaves["v"],
         schedule=schedule,
         mesh=mesh,
         kernel=case.kernel,
-        products=case.products,
+        matmul_mode=case.matmul_mode,
         scores=case.build_scores(leaves.get("table")),
         sinks_H=leaves.get("sinks"),
         transport=case.transport,

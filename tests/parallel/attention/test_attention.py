@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError, ConfigError
-from longctx.kernels.attention.contract import Scores
-from longctx.kernels.processor import Products
+from longctx.kernels.attention.kernel_interface import ScoreRules
+from longctx.kernels.processor import MatmulMode
 from longctx.model.attention.core import AttentionShapes
-from parallel.attention.plan import AttentionOptions, ContextParallelPlan
-from parallel.attention.softmax import attend, attend_planned
+from parallel.attention.context_parallel_plan import ContextParallelOptions, ContextParallelPlan
+from parallel.attention.context_parallel_softmax import context_parallel_attention, planned_attention
 from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.mesh import Mesh
-from parallel.schedule.schedule import Schedule
-from parallel.transport.select import TRANSPORTS
+from parallel.schedule.attention_schedule import Schedule
+from parallel.transport.transport_choice import TRANSPORTS
 from tests.helpers import on_ranks, run_distributed
 from tests.parallel.attention.attention_cases import DOCUMENTS, MASKS, Case, check_case, errors_of, spread
 from tests.rounding import ATTENTION, both_ways, rounded
@@ -147,7 +147,7 @@ def test_float32_is_no_worse_on_many_ranks(layouts):
             check_case(case, mesh, 5e-7)
 
 
-NO_WORSE: dict[Products, float] = {"float32": 1.01, "native": 2**0.5}
+NO_WORSE: dict[MatmulMode, float] = {"float32": 1.01, "native": 2**0.5}
 """How much further off results may be on many ranks than in one process, in bfloat16.
 
 In float32 ranks hand float32 on and round at the end, once, as one process does: 1, but for the sums that come out on
@@ -163,7 +163,7 @@ the sum of many is rounded once more: √2 where the first was all, less where s
 @on_ranks(4)
 def test_bfloat16_is_no_worse_on_many_ranks(products, layouts):
     for mask in ("causal", "sinks"):
-        one = Case(mask=mask, tokens=192, kernel="cpu_flash", dtype=torch.bfloat16, products=products)
+        one = Case(mask=mask, tokens=192, kernel="cpu_flash", dtype=torch.bfloat16, matmul_mode=products)
         alone = errors_of(one, Mesh.build())
         assert max(alone.values()) <= ATTENTION[products], alone
         for way, kinds in ways_in(layouts):
@@ -217,9 +217,9 @@ def test_rows_of_a_batch_equal_their_flattened_sequence():
     case = Case(tokens=24, dtype=torch.float32)
     q, k, v, _ = case.inputs()
     schedule = Schedule.build(SequenceLayout.build("contiguous", 24, 1), [0, 5, 12, 24])
-    flat = attend(q, k, v, schedule=schedule, mesh=Mesh.build())
+    flat = context_parallel_attention(q, k, v, schedule=schedule, mesh=Mesh.build())
     rows = [x.view(2, 12, *x.shape[2:]) for x in (q, k, v)]
-    assert torch.equal(attend(*rows, schedule=schedule, mesh=Mesh.build()).view(flat.shape), flat)
+    assert torch.equal(context_parallel_attention(*rows, schedule=schedule, mesh=Mesh.build()).view(flat.shape), flat)
 
 
 @on_ranks(3)
@@ -230,8 +230,10 @@ def test_keys_in_a_layout_of_their_own():
     q, k, v, _ = case.inputs()
     mine = (queries.split(q, mesh.rank, 1), keys.split(k, mesh.rank, 1), keys.split(v, mesh.rank, 1))
     straight = Schedule.build(queries, case.cu_seqlens)
-    want = attend(*(queries.split(x, mesh.rank, 1) for x in (q, k, v)), schedule=straight, mesh=mesh)
-    torch.testing.assert_close(attend(*mine, schedule=schedule, mesh=mesh), want)
+    want = context_parallel_attention(
+        *(queries.split(x, mesh.rank, 1) for x in (q, k, v)), schedule=straight, mesh=mesh
+    )
+    torch.testing.assert_close(context_parallel_attention(*mine, schedule=schedule, mesh=mesh), want)
 
 
 @on_ranks(2)
@@ -242,7 +244,7 @@ def test_what_a_rank_cannot_take_is_said_on_every_rank():
 
     def refused(said, error=ConfigError, *, at=(q, k, v), **options):
         with pytest.raises(error, match=said):
-            attend(*at, **{"schedule": Schedule.build(layout), "mesh": mesh} | options)
+            context_parallel_attention(*at, **{"schedule": Schedule.build(layout), "mesh": mesh} | options)
 
     short = (q[:, :6], k, v) if mesh.rank else (q, k, v)  # one rank alone is wrong
     refused("context rank 1: rank 1 was given 6 queries", at=short)
@@ -273,11 +275,11 @@ def check_dead_peer(transport):
     spread(case, mesh)  # all are there, and agree
     layout = SequenceLayout.build("zigzag", 48, 4)
     q, k, v, _ = (layout.split(x, mesh.rank, 1) for x in case.inputs())
-    shapes = AttentionShapes.of(q, k, v, Scores(scale=case.head_dim**-0.5))
-    plan = ContextParallelPlan.build(Schedule.build(layout), mesh, shapes, AttentionOptions(transport=transport))
-    attend_planned(q, k, v, plan)
+    shapes = AttentionShapes.of(q, k, v, ScoreRules(scale=case.head_dim**-0.5))
+    plan = ContextParallelPlan.build(Schedule.build(layout), mesh, shapes, ContextParallelOptions(transport=transport))
+    planned_attention(q, k, v, plan)
     if mesh.rank == 2:
         raise SystemExit("gone")
     with pytest.raises(ClusterError, match=r"rank \d (exchanging|gathering)[\s\S]*died or did not answer"):
-        attend_planned(q, k, v, plan)
+        planned_attention(q, k, v, plan)
     raise RuntimeError("told of the dead rank")

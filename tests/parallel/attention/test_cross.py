@@ -13,15 +13,15 @@ from torch import Tensor
 
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import Scores
+from longctx.kernels.attention.kernel_interface import ScoreRules
 from longctx.model.attention.core import AttentionShapes
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
-from parallel.attention.core import ContextParallelAttention
-from parallel.attention.plan import AttentionOptions
+from parallel.attention.context_parallel_core import ContextParallelAttention
+from parallel.attention.context_parallel_plan import ContextParallelOptions
 from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.mesh import Mesh
-from parallel.schedule.schedule import Schedule
+from parallel.schedule.attention_schedule import Schedule
 from tests.helpers import on_ranks
 from tests.parallel.attention.test_attention import ways
 
@@ -69,7 +69,7 @@ def by_definition(pair: Sides) -> list[Tensor]:
 
 
 def shapes_of(q: Tensor, k: Tensor, v: Tensor) -> AttentionShapes:
-    return AttentionShapes.of(q, k, v, Scores(scale=D**-0.5))
+    return AttentionShapes.of(q, k, v, ScoreRules(scale=D**-0.5))
 
 
 def mask_of(pair: Sides) -> AttentionMask:
@@ -91,7 +91,7 @@ def check(mesh: Mesh, way: dict, layout: str, key_layout: str, name: str) -> Non
     pair, ulysses = sides(name), way.get("ulysses", 1)
     own = SequenceLayout.build(layout, QUERIES, mesh.context, pair.documents, ulysses, causal=False)
     theirs = SequenceLayout.build(key_layout, KEYS, mesh.context, pair.key_documents, ulysses, causal=False)
-    options = AttentionOptions(kernel="reference", transport=way["transport"])
+    options = ContextParallelOptions(kernel="reference", transport=way["transport"])
     core = ContextParallelAttention(mesh, layout, options)
     layouts = (own, theirs, theirs, own)
     q, k, v, dout = (place.split(x, mesh.context_rank, 1) for place, x in zip(layouts, pair.tensors, strict=True))
@@ -134,7 +134,7 @@ def test_pairs_that_lie_on_one_rank_send_nothing():
         theirs = SequenceLayout.build(kinds[1], 96, 4, key_bounds, causal=False)
         schedule = Schedule.build(own, bounds, False, key_layout=theirs, key_documents=PackedDocuments.of(key_bounds))
         assert [schedule.rows_received(rank) for rank in range(4)] == [0, 0, 0, 0]
-        assert [len(schedule.partners(rank).owners) for rank in range(4)] == [0, 0, 0, 0]
+        assert [len(schedule.partners(rank).kv_ranks) for rank in range(4)] == [0, 0, 0, 0]
         assert schedule.imbalance() == 1.0
 
 
@@ -155,7 +155,7 @@ def test_every_pair_of_the_mask_is_computed_once(kinds):
             if partners.are_known:
                 assert {
                     owner for owner in range(4) if owner != rank and schedule.hop(rank, owner).num_rows
-                } <= partners.owners
+                } <= partners.kv_ranks
 
 
 def test_sides_that_do_not_fit_are_refused():

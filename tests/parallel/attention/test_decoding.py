@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.errors import ClusterError, ConfigError
-from longctx.generation.batch import generate_batch
 from longctx.generation.beams import Beams
+from longctx.generation.continuous_batching import generate_batch
 from longctx.generation.loop import generate
-from longctx.generation.reading import read, read_each, token_nll
-from longctx.generation.sampling import Sample
-from longctx.generation.scoring import score_behind
-from longctx.model.attention.cache import KVCache
+from longctx.generation.prefill import prefill, read_each, sequence_nll
+from longctx.generation.sampling import Sampling
+from longctx.generation.scoring import score_after_context
+from longctx.model.attention.kv_cache import KVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
-from parallel.attention.cache import ShardedKVCache
+from parallel.attention.sharded_kv_cache import ShardedKVCache
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from tests.helpers import on_ranks, run_distributed
@@ -89,7 +89,7 @@ def compare(
 ) -> None:
     tokens, nll = wanted
     assert generate(decoder, ids, NEW_TOKENS, chunk_tokens=CHUNK_TOKENS) == tokens, where
-    error = (token_nll(decoder, ids + tokens, chunk_tokens=CHUNK_TOKENS) - nll).abs().max().item()
+    error = (sequence_nll(decoder, ids + tokens, chunk_tokens=CHUNK_TOKENS) - nll).abs().max().item()
     assert error <= bound, f"{where}: {error:.1e} > {bound:.1e}"
 
 
@@ -121,8 +121,8 @@ def check_sequences(names: list[str]):
         assert found == list(generate_batch(local, prompts, NEW_TOKENS, **options)), f"{name}: another order"
         assert dict(found) == wanted, name
         ends = [ids_of(length) for length in (1, 2, 17)]
-        scores = score_behind(decoder, prompts[0], ends, chunk_tokens=CHUNK_TOKENS)
-        for score, right in zip(scores, score_behind(local, prompts[0], ends), strict=True):
+        scores = score_after_context(decoder, prompts[0], ends, chunk_tokens=CHUNK_TOKENS)
+        for score, right in zip(scores, score_after_context(local, prompts[0], ends), strict=True):
             assert score.is_greedy == right.is_greedy, name
             assert abs(score.log_likelihood - right.log_likelihood) <= 1e-4, name
         wanted = generate(local, prompts[0], NEW_TOKENS, Beams(num_beams=2))
@@ -136,7 +136,7 @@ def test_one_gather_a_layer_for_all_sequences():
     for count in (1, 2, 4):
         caches = [decoder.new_cache() for _ in range(count)]
         for number, cache in enumerate(caches):
-            read(decoder, ids_of(5 + 3 * number), cache)
+            prefill(decoder, ids_of(5 + 3 * number), cache)
         with patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gathered:
             read_each(decoder, [[7]] * count, caches)
         counts.append(gathered.call_count)
@@ -155,10 +155,10 @@ def test_text_that_comes_in_turns():
             wanted = local(torch.tensor([ids]), torch.arange(len(ids))[None])[:, -1]
         decoder = parallel_decoder(name, layout=layout).double()
         cache = decoder.new_cache()
-        read(decoder, ids[:13], cache, 8)
+        prefill(decoder, ids[:13], cache, 8)
         for id in ids[13:28]:
-            read(decoder, [id], cache)
-        found = read(decoder, ids[28:], cache, 64)[:, -1]
+            prefill(decoder, [id], cache)
+        found = prefill(decoder, ids[28:], cache, 64)[:, -1]
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -183,7 +183,7 @@ def test_ranks_store_equally_many_keys():
     cache = decoder.new_cache()
     assert isinstance(cache, ShardedKVCache)
     for ids in (ids_of(50), *([n] for n in range(12)), ids_of(23)):
-        read(decoder, ids, cache, 18)
+        prefill(decoder, ids, cache, 18)
         rows = torch.tensor([cache.layer(number).num_rows for number in range(2)])
         every = [torch.empty_like(rows) for _ in range(3)]
         dist.all_gather(every, rows)
@@ -197,12 +197,12 @@ def test_ranks_store_equally_many_keys():
 def test_sampling_is_done_once():
     """Ranks with other seeds, and so other draws, follow the first one."""
     decoder, rank = parallel_decoder("grouped"), dist.get_rank()
-    wanted = generate(Decoder(config_of("grouped")), ids_of(9), 12, Sample(seed=0))
-    assert generate(decoder, ids_of(9), 12, Sample(seed=rank)) == wanted
-    with patch.object(Sample, "probabilities", side_effect=AssertionError("drawn twice")) as drawn:
+    wanted = generate(Decoder(config_of("grouped")), ids_of(9), 12, Sampling(seed=0))
+    assert generate(decoder, ids_of(9), 12, Sampling(seed=rank)) == wanted
+    with patch.object(Sampling, "probabilities", side_effect=AssertionError("drawn twice")) as drawn:
         if rank == 0:
             drawn.side_effect = lambda logits_V: logits_V.softmax(0)
-        generate(decoder, ids_of(9), 3, Sample(seed=5))
+        generate(decoder, ids_of(9), 3, Sampling(seed=5))
     assert drawn.call_count == 3 * (rank == 0)
 
 
@@ -212,10 +212,10 @@ def test_a_generated_token_goes_to_its_experts_once():
     decoder = parallel_decoder("experts")
     cache = decoder.new_cache()
     with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
-        read(decoder, ids_of(13), cache)
+        prefill(decoder, ids_of(13), cache)
         assert sent.called
         sent.reset_mock()
-        read(decoder, [3], cache)
+        prefill(decoder, [3], cache)
         assert not sent.called
 
 
@@ -223,10 +223,10 @@ def test_a_generated_token_goes_to_its_experts_once():
 def test_what_is_sent_does_not_grow_with_the_cache():
     decoder = parallel_decoder("grouped")
     cache = decoder.new_cache()
-    read(decoder, ids_of(13), cache, 12)
-    short = bytes_sent(lambda: read(decoder, ids_of(13), cache, 12))
-    read(decoder, ids_of(600), cache, 100)
-    assert bytes_sent(lambda: read(decoder, ids_of(13), cache, 12)) == short
+    prefill(decoder, ids_of(13), cache, 12)
+    short = bytes_sent(lambda: prefill(decoder, ids_of(13), cache, 12))
+    prefill(decoder, ids_of(600), cache, 100)
+    assert bytes_sent(lambda: prefill(decoder, ids_of(13), cache, 12)) == short
 
 
 def bytes_sent(action) -> int:
@@ -250,7 +250,7 @@ def bytes_sent(action) -> int:
 def test_refusals():
     decoder = parallel_decoder("all kinds")
     with pytest.raises(ConfigError, match=r"Take Decoder.new_cache\(\)"):
-        read(decoder, ids_of(5), KVCache())
+        prefill(decoder, ids_of(5), KVCache())
     with pytest.raises(ConfigError, match="no backward"):
         decoder(torch.tensor([[1, 2]]), torch.arange(2)[None], cache=decoder.new_cache())
     cache = decoder.new_cache()

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.config.check import check_run
-from launcher.config.load import from_values
+from launcher.config.load_config import config_from_values
+from launcher.config.run_config_rules import check_run
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.model.attention.cache import KVCache
+from longctx.model.attention.kv_cache import KVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
@@ -134,7 +134,7 @@ def test_hybrids_take_all_heads_at_once_as_on_a_gpu():
         built = build_parallel_model(
             HYBRID, mesh, layout="zigzag", kernel="blockwise", execution=Execution("attention")
         )
-        with patch("parallel.attention.gated_delta.on_cpu", lambda _, is_on_cpu=is_on_cpu: is_on_cpu):
+        with patch("parallel.attention.context_parallel_gated_delta.on_cpu", lambda _, is_on_cpu=is_on_cpu: is_on_cpu):
             found.append(run(built.network.double(), mine))
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, rtol=1e-11, atol=1e-13, msg=name)
@@ -174,8 +174,8 @@ def test_striped_layouts_do_not_serve_linear_layers():
         build_parallel_model(MODEL, mesh, layout="striped")
     flags = {"parallel": {"context": 2, "layout": "striped"}, "model": {"layers": ["linear", "full"]}}
     with pytest.raises(ConfigError, match=r"parallel.layout='striped'(.|\n)*zigzag"):
-        check_run(from_values(flags), 2)
-    check_run(from_values({**flags, "parallel": {"context": 2, "layout": "zigzag"}}), 2)
+        check_run(config_from_values(flags), 2)
+    check_run(config_from_values({**flags, "parallel": {"context": 2, "layout": "zigzag"}}), 2)
 
 
 def test_another_cache_is_refused():

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError, ConfigError
-from longctx.kernels.attention.contract import Scores
+from longctx.kernels.attention.kernel_interface import ScoreRules
 from longctx.model.attention.core import AttentionShapes
-from parallel.attention.linear import linear_attend_planned
+from parallel.attention.context_parallel_linear import planned_linear_attention
 from parallel.attention.state_plans import StatesOfBatch
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
@@ -30,11 +30,11 @@ HEADS = (4, 2, 6, 5)
 
 def linear_attend(q, k, v, *, layout, cu_seqlens=None, mesh, causal=True, **options):
     """Linear attention by a plan of its own."""
-    shapes = AttentionShapes.of(q, k, v, Scores(scale=1.0))
+    shapes = AttentionShapes.of(q, k, v, ScoreRules(scale=1.0))
     plan = StatesOfBatch.build(
-        StatePlan.build(layout, cu_seqlens, causal=causal), mesh, shapes, what="linear attention"
+        StatePlan.build(layout, cu_seqlens, causal=causal), mesh, shapes, layer_kind="linear attention"
     )
-    return linear_attend_planned(q, k, v, plan, **options)
+    return planned_linear_attention(q, k, v, plan, **options)
 
 
 def run_one(layout, cu_seqlens, causal, mesh, dtype, **options):

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from longctx.batch import Batch
 from longctx.errors import ConfigError
+from longctx.model.activation_offload import Keep
 from longctx.model.decoder import Decoder
-from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution, TrainingPass
-from parallel.attention.core import ContextParallelAttention
+from parallel.attention.context_parallel_core import ContextParallelAttention
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from tests.helpers import on_ranks

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import parallel.attention.core
+import parallel.attention.context_parallel_core
 from longctx.config import ModelConfig
-from longctx.model.kept import Keep
+from longctx.model.activation_offload import Keep
 from longctx.model.training_pass import Execution
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
@@ -67,12 +67,12 @@ def count_messages(
             replayed.append(sent[0] - before)
         return out
 
-    attend_planned = parallel.attention.core.attend_planned
+    attend_planned = parallel.attention.context_parallel_core.planned_attention
     batch = packed_batch(rows=2, seq_len=48, vocab_size=64, seed=3).flatten_rows()
     layout = SequenceLayout.build("zigzag", 96, 4, ulysses=mesh.ulysses)
     mine = batch.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
     with ExitStack() as stack:
-        stack.enter_context(patch.object(parallel.attention.core, "attend_planned", watched))
+        stack.enter_context(patch.object(parallel.attention.context_parallel_core, "planned_attention", watched))
         for name in SENDING:
             stack.enter_context(patch.object(dist, name, counted(getattr(dist, name))))
         model(mine)[0].backward()

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from benchmarks.flips import flip_bit
 from parallel.audit.adamw import is_elementwise
-from parallel.audit.alike import Likeness, assign
-from parallel.audit.bits import Difference, difference, outside, outside_update
-from parallel.audit.copies import Copied, Layout, from_bytes, joined_bytes, put_together, take_apart
-from parallel.audit.sample import Place
-from parallel.audit.tiles import tile_side
-from parallel.audit.verdict import Answer, Case, judge
+from parallel.audit.audit_decision import Case, RepeatedResult, find_mismatch
+from parallel.audit.bits import BitDifference, difference, matmul_difference, update_difference
+from parallel.audit.call_sample import Place
+from parallel.audit.matmul_tiles import tile_side
+from parallel.audit.rank_comparison import Likeness, assign_auditing_ranks
+from parallel.audit.tensor_copies import Copied, MemoryLayout, extract_tensors, from_bytes, insert_tensors, joined_bytes
 
 CPU = torch.device("cpu")
 PLACE = Place("product", "aten::mm", "forward", 3, "")
@@ -35,20 +35,20 @@ def test_a_copy_lies_as_the_original_did():
         torch.empty(0, 5),
     ]
     copies = [Copied.of(x).values for x in views]
-    layouts = [Layout.of(x) for x in views]
+    layouts = [MemoryLayout.of(x) for x in views]
     values = from_bytes(joined_bytes(copies), [x.to("meta") for x in copies])
     for x, layout, of_bytes in zip(views, layouts, values, strict=True):
         again = Copied(layout, of_bytes).laid_out(CPU)
         assert torch.equal(again, x)
-        assert Layout.of(again) == layout or not x.numel()
+        assert MemoryLayout.of(again) == layout or not x.numel()
 
 
 def test_arguments_come_together_again():
     a, b, c = (torch.tensor(n) for n in range(3))
     tensors: list[Tensor] = []
-    args = take_apart([a, [b, None, c], {"x": 1.5, "out": b}, (2, "y")], tensors)
+    args = extract_tensors([a, [b, None, c], {"x": 1.5, "out": b}, (2, "y")], tensors)
     assert len(tensors) == 4
-    assert put_together(args, tensors) == [a, [b, None, c], {"x": 1.5, "out": b}, [2, "y"]]
+    assert insert_tensors(args, tensors) == [a, [b, None, c], {"x": 1.5, "out": b}, [2, "y"]]
 
 
 @pytest.mark.parametrize(
@@ -80,28 +80,28 @@ def ranks(*machines: str, hosts: str) -> list[Likeness]:
 
 
 def test_ranks_are_looked_at_by_others_like_them_on_other_hosts():
-    assert [x.auditors for x in assign(ranks(*"aaaa", hosts="xxxx"))] == [(1, 2), (2, 3), (3, 0), (0, 1)]
-    across = assign(ranks(*"aaaa", hosts="xxyy"))
+    assert [x.auditors for x in assign_auditing_ranks(ranks(*"aaaa", hosts="xxxx"))] == [(1, 2), (2, 3), (3, 0), (0, 1)]
+    across = assign_auditing_ranks(ranks(*"aaaa", hosts="xxyy"))
     assert [x.auditors[0] for x in across] == [2, 3, 1, 0], "the next one is on the other host"
     assert all(x.exact and len(x.auditors) == 2 for x in across)
-    mixed = assign(ranks(*"aaab", hosts="xxxx"))
+    mixed = assign_auditing_ranks(ranks(*"aaab", hosts="xxxx"))
     assert [x.exact for x in mixed] == [True, True, True, False]
     assert not any(3 in x.auditors for x in mixed[:3])
-    assert [x.auditors for x in assign(ranks("a", hosts="x"))] == [()]
-    assert [x.auditors for x in assign(ranks("a", "b", hosts="xy"))] == [(1,), (0,)]
+    assert [x.auditors for x in assign_auditing_ranks(ranks("a", hosts="x"))] == [()]
+    assert [x.auditors for x in assign_auditing_ranks(ranks("a", "b", hosts="xy"))] == [(1,), (0,)]
 
 
-WRONG = Difference(1, 8, (3,), ("mantissa",), (1.0, 2.0))
+WRONG = BitDifference(1, 8, (3,), ("mantissa",), (1.0, 2.0))
 
 
 def case(*, own: bool = False, second: str = "step") -> Case:
     return Case(rank=0, host="h0", number=0, place=PLACE, own=WRONG if own else None, second=second)
 
 
-def answers(*digests: str) -> list[Answer]:
+def answers(*digests: str) -> list[RepeatedResult]:
     """Of ranks 1 and so on; "step" is what the step went on with."""
     return [
-        Answer(rank=n, host=f"h{n}", of=0, number=0, digest=of, difference=None if of == "step" else WRONG)
+        RepeatedResult(rank=n, host=f"h{n}", of=0, number=0, digest=of, difference=None if of == "step" else WRONG)
         for n, of in enumerate(digests, start=1)
     ]
 
@@ -126,10 +126,10 @@ def answers(*digests: str) -> list[Answer]:
     ],
 )
 def test_two_that_agree_outvote_a_third(own: bool, second: str, others: Sequence[str], suspects: list[int] | None):
-    finding = judge(case(own=own, second=second), answers(*others))
-    assert (finding and list(finding.suspects)) == suspects
+    finding = find_mismatch(case(own=own, second=second), answers(*others))
+    assert (finding and list(finding.candidate_ranks)) == suspects
     if finding is not None:
-        assert finding.hosts == [f"h{rank}" for rank in finding.suspects]
+        assert finding.hosts == [f"h{rank}" for rank in finding.candidate_ranks]
         text = finding.describe(12)
         assert "step 12" in text
         assert len(text.splitlines()) == 3
@@ -142,25 +142,25 @@ def test_rounding_is_within_its_bound_and_a_flipped_exponent_is_not(dtype):
     # In another order: by halves of the terms, the second one first.
     product = (a.double() @ b.double()).to(dtype)
     halves = (a[:, 350:].float() @ b[350:].float() + a[:, :350].float() @ b[:350].float()).to(dtype)
-    assert outside(a, b, product, halves) is None
+    assert matmul_difference(a, b, product, halves) is None
     wrong = halves.clone()
     flip_bit(wrong, 77, {torch.float32: 23, torch.bfloat16: 7}[dtype])
-    found = outside(a, b, wrong, product)
+    found = matmul_difference(a, b, wrong, product)
     assert found is not None
     assert (found.values, found.total) == (1, 1200)
     nothing = halves.clone()
     nothing[3, 3] = torch.nan
-    assert outside(a, b, nothing, product) is not None
+    assert matmul_difference(a, b, nothing, product) is not None
 
 
 def test_an_update_is_one_formula_for_every_value():
     assert is_elementwise(CPU)
     before = torch.linspace(-1, 1, 50)
     found = before - 1e-3
-    assert outside_update(before, found, torch.nextafter(found, before)) is None
+    assert update_difference(before, found, torch.nextafter(found, before)) is None
     wrong = found.clone()
     flip_bit(wrong, 9, 20)
-    assert outside_update(before, wrong, found) is not None
+    assert update_difference(before, wrong, found) is not None
 
 
 def test_tiles_fit_in_their_bytes():

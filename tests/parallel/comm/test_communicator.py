@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from longctx.errors import ClusterError
-from parallel.comm.communicator import Communicator, Pending
-from parallel.comm.groups import make_group, members, world_group
+from parallel.comm.communicator import Communicator, PendingTensors
 from parallel.comm.messages.kinds import Kind
 from parallel.comm.messages.ledger import Ledger, is_balanced
+from parallel.comm.process_groups import make_group, members, world_group
 from parallel.comm.world import num_ranks, own_rank, sum_over_ranks
-from parallel.runtime.spans import DOING
-from parallel.runtime.watch.stacks import place_of_main
+from parallel.runtime.activity import ACTIVITY
+from parallel.runtime.watch.stack_traces import place_of_main
 from parallel.zero.gradients import named_on_any_rank
 from tests.helpers import on_ranks
 
@@ -47,11 +47,11 @@ def test_what_ranks_send_arrives_and_is_noted_alike_on_both_sides() -> None:
     for dtype in DTYPES:
         mine = content(rank, 0, 3, dtype)
         expected = torch.stack([content(other, 0, 3, dtype) for other in ranks])
-        assert torch.equal(comm.all_gather(mine.t(), group, doing="x", kind=Kind.STATES), expected.transpose(1, 2))
+        assert torch.equal(comm.all_gather(mine.t(), group, operation="x", kind=Kind.STATES), expected.transpose(1, 2))
         out = torch.empty_like(expected)
-        assert comm.all_gather(mine, group, doing="x", out=out) is out
+        assert comm.all_gather(mine, group, operation="x", out=out) is out
         assert torch.equal(out, expected)
-        several = comm.start_all_gather(mine[:0], mine, group=group, doing="x", kind=Kind.GATHERED_KEYS)
+        several = comm.start_all_gather(mine[:0], mine, group=group, operation="x", kind=Kind.GATHERED_KEYS)
         (none,), (all_of_them,) = (pending.wait() for pending in several)
         assert none.shape == (len(ranks), 0, 2)
         assert torch.equal(all_of_them, expected)
@@ -60,40 +60,40 @@ def test_what_ranks_send_arrives_and_is_noted_alike_on_both_sides() -> None:
         received = [content(other, rank, rows_between(other, rank), dtype) for other in ranks]
         counts = [rows_between(rank, other) for other in ranks], [len(x) for x in received]
         for got in (
-            comm.all_to_all(sent, group, doing="x", counts=counts, kind=Kind.HEADS),
-            comm.start_all_to_all(sent, group, doing="x", counts=counts, kind=Kind.TOKENS).wait()[0],
+            comm.all_to_all(sent, group, operation="x", counts=counts, kind=Kind.HEADS),
+            comm.start_all_to_all(sent, group, operation="x", counts=counts, kind=Kind.TOKENS).wait()[0],
         ):
             assert torch.equal(got, torch.cat(received))
         equal = torch.cat([content(rank, other, 2, dtype) for other in ranks])
         expected = torch.cat([content(other, rank, 2, dtype) for other in ranks])
-        assert torch.equal(comm.all_to_all(equal, group, doing="x", kind=Kind.COUNTS), expected)
+        assert torch.equal(comm.all_to_all(equal, group, operation="x", kind=Kind.COUNTS), expected)
         out = torch.empty_like(equal)
-        assert torch.equal(comm.all_to_all(equal, group, doing="x", out=out), out)
+        assert torch.equal(comm.all_to_all(equal, group, operation="x", out=out), out)
         assert torch.equal(out, expected)
 
         buffers = torch.empty(3, 2, dtype=dtype), torch.empty(0, 2, dtype=dtype)
         pending = comm.send_recv(
-            {following: (mine, mine[:0])}, {before: buffers}, group, doing="x", kind=Kind.KEYS, hop=1
+            {following: (mine, mine[:0])}, {before: buffers}, group, operation="x", kind=Kind.KEYS, hop=1
         )
         assert torch.equal(pending.wait()[0], content(before, 0, 3, dtype))
         assert not pending.sent
     # One direction alone, and neither.
     if rank == 0:
-        comm.send_recv({1: [mine]}, {}, group, doing="x", kind=Kind.KEYS).wait()
+        comm.send_recv({1: [mine]}, {}, group, operation="x", kind=Kind.KEYS).wait()
     if rank == 1:
-        pending = comm.send_recv({}, {0: [torch.empty_like(mine)]}, group, doing="x", kind=Kind.KEYS)
+        pending = comm.send_recv({}, {0: [torch.empty_like(mine)]}, group, operation="x", kind=Kind.KEYS)
         assert torch.equal(pending.wait()[0], content(0, 0, 3, torch.uint8))
-    assert comm.send_recv({}, {}, group, doing="x", kind=Kind.KEYS).wait() == ()
-    assert Pending().wait() == ()
+    assert comm.send_recv({}, {}, group, operation="x", kind=Kind.KEYS).wait() == ()
+    assert PendingTensors().wait() == ()
     assert is_balanced(sum_over_ranks(ledger.balance(torch.device("cpu"))))
     assert ledger.sent
 
-    assert comm.all_reduce(torch.tensor([rank]), group, doing="x").item() == sum(ranks)
-    assert comm.all_reduce(torch.tensor([rank]), group, doing="x", largest=True).item() == ranks[-1]
-    assert comm.broadcast(torch.tensor([rank]), 1, group, doing="x").item() == 1
-    assert comm.broadcast_object({"of": rank}, 1, group, doing="x") == {"of": 1}
-    assert comm.gather_objects(rank, group, doing="x") == list(ranks)
-    gathered = comm.gather(torch.tensor([rank]), group, doing="x")
+    assert comm.all_reduce(torch.tensor([rank]), group, operation="x").item() == sum(ranks)
+    assert comm.all_reduce(torch.tensor([rank]), group, operation="x", largest=True).item() == ranks[-1]
+    assert comm.broadcast(torch.tensor([rank]), 1, group, operation="x").item() == 1
+    assert comm.broadcast_object({"of": rank}, 1, group, operation="x") == {"of": 1}
+    assert comm.gather_objects(rank, group, operation="x") == list(ranks)
+    gathered = comm.gather(torch.tensor([rank]), group, operation="x")
     assert (gathered is None) == (rank > 0)
     assert rank or gathered == [torch.tensor([other]) for other in ranks]
 
@@ -107,21 +107,23 @@ def test_messages_are_known_by_the_ranks_of_the_world() -> None:
     group = make_group([1, 3])
     assert (members(group).ranks, members(group).own, members(group).others) == ((1, 3), rank // 2, (4 - rank,))
     comm = Communicator(Ledger(rank))
-    assert comm.all_gather(torch.tensor([rank]), group, doing="x", kind=Kind.STATES).flatten().tolist() == [1, 3]
+    assert comm.all_gather(torch.tensor([rank]), group, operation="x", kind=Kind.STATES).flatten().tolist() == [1, 3]
     assert [x.message.sender for x in comm.ledger.received] == [4 - rank]
-    gathered = comm.gather(torch.tensor([rank]), group, doing="x")
+    gathered = comm.gather(torch.tensor([rank]), group, operation="x")
     assert (gathered is None) == (rank == 3)
 
 
 CALLS: dict[str, Callable[[Communicator], object]] = {
-    "all_gather": lambda comm: comm.all_gather(torch.ones(2), world_group(), doing="gathering things"),
-    "all_to_all": lambda comm: comm.all_to_all(torch.ones(2), world_group(), doing="gathering things"),
+    "all_gather": lambda comm: comm.all_gather(torch.ones(2), world_group(), operation="gathering things"),
+    "all_to_all": lambda comm: comm.all_to_all(torch.ones(2), world_group(), operation="gathering things"),
     "start_all_to_all": lambda comm: comm.start_all_to_all(
-        torch.ones(2), world_group(), doing="gathering things"
+        torch.ones(2), world_group(), operation="gathering things"
     ).wait(),
-    "send_recv": lambda comm: comm.send_recv({}, {1: [torch.ones(2)]}, world_group(), doing="gathering things").wait(),
-    "all_reduce": lambda comm: comm.all_reduce(torch.ones(2), world_group(), doing="gathering things"),
-    "gather_objects": lambda comm: comm.gather_objects(2, world_group(), doing="gathering things"),
+    "send_recv": lambda comm: comm.send_recv(
+        {}, {1: [torch.ones(2)]}, world_group(), operation="gathering things"
+    ).wait(),
+    "all_reduce": lambda comm: comm.all_reduce(torch.ones(2), world_group(), operation="gathering things"),
+    "gather_objects": lambda comm: comm.gather_objects(2, world_group(), operation="gathering things"),
 }
 
 
@@ -135,10 +137,10 @@ def test_a_rank_that_is_gone_is_named_by_what_was_under_way(name: str) -> None:
     if own_rank() == 1:
         os._exit(0)
     distributed_c10d._set_pg_timeout(timedelta(seconds=10), world_group())
-    DOING.what = "forward"
+    ACTIVITY.phase = "forward"
     with pytest.raises(ClusterError, match=SAID):
         CALLS[name](Communicator())
-    assert DOING.wait == ""
+    assert ACTIVITY.wait == ""
     os._exit(0)
 
 
@@ -146,7 +148,7 @@ def test_a_rank_that_is_gone_is_named_by_what_was_under_way(name: str) -> None:
 def test_an_error_of_the_device_is_told_as_it_is() -> None:
     for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: an illegal access")):
         with patch.object(dist, "all_reduce", side_effect=error), pytest.raises(type(error)):
-            Communicator().all_reduce(torch.ones(1), world_group(), doing="x")
+            Communicator().all_reduce(torch.ones(1), world_group(), operation="x")
 
 
 @on_ranks(1)

@@ -14,20 +14,20 @@ from torch.nn import functional
 
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.config import ModelConfig
-from longctx.kernels.processor import Products
+from longctx.kernels.processor import MatmulMode
+from longctx.model.activation_offload import Keep, Store
 from longctx.model.decoder import Decoder, selection_biases
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
-from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
 from parallel.comm.world import sum_over_ranks
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
-from parallel.zero.state import OwnedRange
+from parallel.zero.zero_engine import ZeroEngine
+from parallel.zero.zero_state import OwnedRange
 from tests.oracles import MaskedAttention, packed_batch
 
 ROWS, LENGTH, LR, CLIP, EPS = 4, 48, 1e-3, 0.25, 1e-4
@@ -182,7 +182,7 @@ class Spread:
     store: Store = "device"
     recompute_experts: str = "activation"
     dtype: torch.dtype = torch.float32
-    products: Products = "native"
+    products: MatmulMode = "native"
     seed: int = 0
 
 
@@ -202,7 +202,7 @@ class RanksRun:
                 spread.store,
                 recompute_experts=spread.recompute_experts,
                 expert_tile_tokens=spread.tile_tokens,
-                products=spread.products,
+                matmul_mode=spread.products,
             ),
             seed=None,
         )

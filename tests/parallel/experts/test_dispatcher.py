@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longctx.kernels.processor import Products
+from longctx.kernels.processor import MatmulMode
 from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, tiles_of
 from longctx.model.experts.experts import Experts
 from longctx.model.recompute import recomputed
-from parallel.experts.dispatcher import AllToAllDispatcher, sum_by_rank, sum_by_turn, sum_over_ranks
-from parallel.experts.tiles import default_tile_tokens
+from parallel.experts.dispatcher import AllToAllDispatcher, sum_by_rank, sum_by_turn, sum_expert_results
+from parallel.experts.expert_tile_tokens import default_tile_tokens
 from parallel.mesh import Mesh
 from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.helpers import on_ranks, run_distributed
@@ -124,7 +124,7 @@ def test_two_groups_of_two_ranks():
     check(mesh, "plain")
 
 
-ROUNDINGS: dict[Products, int] = {"float32": 13, "native": 21}
+ROUNDINGS: dict[MatmulMode, int] = {"float32": 13, "native": 21}
 """In bfloat16, one after the other on the way to the gradient of a token, the longest: those of one process
 (``tests.longctx.model.experts.test_experts``), 3.64 and 12.28; weights and biases, for the definition has those of
 float64 (of the gate, whose errors count 1.64 times, 3.28; of up 2; both weights of backward 2); what a rank's experts
@@ -143,7 +143,7 @@ def check_options(products):
             check(mesh, case, tile_tokens=tile_tokens, layer_again=True)
             check(mesh, case, 1e-6, torch.float32, tile_tokens=tile_tokens)
             bound = rounded(ROUNDINGS[products])
-            check(mesh, case, bound, torch.bfloat16, tile_tokens=tile_tokens, products=products)
+            check(mesh, case, bound, torch.bfloat16, tile_tokens=tile_tokens, matmul_mode=products)
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ def test_results_of_many_ranks_are_not_added_up_rank_by_rank():
         results = torch.ones(len(token_U), 5)
         send_counts = (4,) * 8 + (0,) * (ranks - 8)
         with CountCalls() as counted:
-            assert (sum_over_ranks(results, token_U, send_counts, torch.Size((4, 8))) == 8).all()
+            assert (sum_expert_results(results, token_U, send_counts, torch.Size((4, 8))) == 8).all()
         calls.append(counted.calls)
     assert calls[0] == calls[1]
 

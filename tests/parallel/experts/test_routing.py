@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from longctx.batch import Batch
 from longctx.config import ModelConfig
+from longctx.model.activation_offload import Keep
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import is_expert_weight
-from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.task import LossSum

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.layout.balanced import GRAIN, assign, cut_chunks, whole_grains
+from parallel.layout.balanced import GRAIN, assign_tokens, cut_chunks, whole_grains
 from parallel.layout.sequence import SequenceLayout
-from parallel.layout.side_by_side import rows_at_once, tokens_on_ranks
+from parallel.layout.tokens_per_rank import rows_at_once, tokens_on_ranks
 from tests.helpers import lines_run
 
 # Rows of 65,536 tokens packed from the standard library: documents of many sizes, one long, two long.
@@ -55,8 +55,8 @@ GRAINS = st.one_of(st.integers(1, 20), st.sampled_from([65, 131, 192])).map(lamb
 def test_every_rank_gets_equally_many_tokens_in_whole_grains(degree, share, data):
     tokens = degree * share
     cu_seqlens = sorted([0, *data.draw(st.lists(st.integers(0, tokens), max_size=12)), tokens])
-    assigned = assign(tokens, degree, cu_seqlens)
-    assert assigned == assign(tokens, degree, sorted(set(cu_seqlens))), "empty documents change nothing"
+    assigned = assign_tokens(tokens, degree, cu_seqlens)
+    assert assigned == assign_tokens(tokens, degree, sorted(set(cu_seqlens))), "empty documents change nothing"
     assert [sum(count for _, count in pieces) for pieces in assigned] == [share] * degree
     everything = sorted(piece for pieces in assigned for piece in pieces)
     assert [start for start, _ in everything] == [0, *np.cumsum([count for _, count in everything])[:-1].tolist()]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
-from parallel.layout.sequence import KINDS, Run, SequenceLayout
+from parallel.layout.sequence import KINDS, SequenceLayout, TokenRun
 
 
 def runs(kind, tokens, degree, ulysses=1):
@@ -28,7 +28,7 @@ def test_ulysses_ranks_share_the_rows_of_a_ring_rank():
     layout = SequenceLayout.build("zigzag", 24, 6, ulysses=3)
     assert layout.ring_degree == 2
     assert layout.runs == SequenceLayout.build("zigzag", 24, 2).runs
-    assert layout.rank_runs(1) == (Run(4, 2, 1), Run(18, 2, 1)), "a part may begin and end within runs"
+    assert layout.rank_runs(1) == (TokenRun(4, 2, 1), TokenRun(18, 2, 1)), "a part may begin and end within runs"
     assert [layout.indices(r).tolist() for r in range(3)] == [[0, 1, 2, 3], [4, 5, 18, 19], [20, 21, 22, 23]]
     assert (layout.num_ring(0), layout.num_local(0)) == (12, 4)
     striped = SequenceLayout.build("striped", 24, 6, ulysses=3)

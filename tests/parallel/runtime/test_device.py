@@ -14,7 +14,7 @@ from longctx.kernels.processor import has_native_bfloat16
 from parallel.runtime.device import (
     choose_device,
     device_name,
-    keep_few_products,
+    limit_matmul_caches,
     peak_memory_bytes,
     use_expandable_segments,
 )
@@ -112,7 +112,7 @@ def test_they_do_before_a_gpu_is_touched(machine, monkeypatch, wish, wanted):
 
 def test_a_cpu_keeps_few_products_unless_the_user_says_otherwise():
     environment = {"LRU_CACHE_CAPACITY": "1024"}
-    keep_few_products(environment)
+    limit_matmul_caches(environment)
     assert environment == {"LRU_CACHE_CAPACITY": "1024", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
 
 

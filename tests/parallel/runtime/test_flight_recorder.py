@@ -7,7 +7,7 @@ import os
 import pytest
 
 from parallel.runtime import flight_recorder
-from parallel.runtime.flight_recorder import advice, dump_collectives, record_collectives
+from parallel.runtime.flight_recorder import dump_collectives, record_collectives, trace_hint
 
 NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 OTHERS = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
@@ -22,7 +22,7 @@ def _clean_environment(monkeypatch):
 
 
 def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path):
-    assert advice() == ""
+    assert trace_hint() == ""
     dump_collectives(0)
     assert list(tmp_path.iterdir()) == []
 
@@ -34,8 +34,8 @@ def test_nccl_is_told_where_its_traces_go_and_the_user_how_to_read_them(tmp_path
     assert all(os.environ[name] for name in OTHERS)
     prefix = str(tmp_path / "logs" / "nccl_trace_rank_")
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == prefix
-    assert f"{prefix}N" in advice()
-    assert f"torchfrtrace --prefix nccl_trace_rank_ {tmp_path / 'logs'}" in advice()
+    assert f"{prefix}N" in trace_hint()
+    assert f"torchfrtrace --prefix nccl_trace_rank_ {tmp_path / 'logs'}" in trace_hint()
 
 
 def test_a_failing_rank_writes_its_last_collectives_where_nccl_has_not(tmp_path, monkeypatch):

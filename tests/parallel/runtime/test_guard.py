@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from parallel.runtime.watch.guard import is_connected, is_stopped
+from parallel.runtime.watch.stopped_rank_guard import is_connected, is_stopped
 from tests.helpers import REPOSITORY
 
 SECONDS = 30.0
 _RANK = """
 import socket, sys, time
-from parallel.runtime.watch.guard import start_guard
+from parallel.runtime.watch.stopped_rank_guard import start_guard
 line = socket.create_connection(("127.0.0.1", int(sys.argv[1])), source_address=("127.0.0.2", 0))
 start_guard(0.2, int(sys.argv[1]))
 print("ready", flush=True)

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from parallel.runtime.activity import Activity
 from parallel.runtime.launched import code_version
-from parallel.runtime.spans import Doing
-from parallel.runtime.watch.judge import DISK, PATIENT, TIMED, WORKS, RankState, judge, late
+from parallel.runtime.watch.activity_sampler import ActivitySampler, AwakeClock
 from parallel.runtime.watch.processes import RankProcess
 from parallel.runtime.watch.roll import Roll
-from parallel.runtime.watch.sample import AwakeClock, Sampler
-from parallel.runtime.watch.verdict import Report, verdict_text
+from parallel.runtime.watch.stall_detection import DISK, PATIENT, TIMED, WORKS, RankState, detect_stall, slow_ranks
+from parallel.runtime.watch.stall_report import Report, stall_message
 from tests.parallel.runtime.watched import STARTED, Ranks
 
 pytestmark = pytest.mark.timeout(200)
 
 LIMIT = 10.0
-WORKING = RankState(what="forward", step=3, count=100, kind=WORKS, held=1.0, waited=0.0, quiet=1.0)
+WORKING = RankState(activity="forward", step=3, count=100, kind=WORKS, held=1.0, waited=0.0, quiet=1.0)
 WAITING = dataclasses.replace(WORKING, kind=TIMED, waited=1.0)
 PATIENTLY = dataclasses.replace(WORKING, kind=PATIENT, waited=5 * LIMIT, quiet=5 * LIMIT)
 
@@ -44,8 +44,8 @@ def changed(state: RankState, **fields) -> RankState:
     [
         ([WORKING, WAITING], None),
         # Silence, and it is named though another one works on.
-        ([WORKING, changed(WORKING, silent=LIMIT)], (1,)),
-        ([changed(WAITING, waited=LIMIT), changed(WORKING, silent=LIMIT)], (1,)),
+        ([WORKING, changed(WORKING, silence=LIMIT)], (1,)),
+        ([changed(WAITING, waited=LIMIT), changed(WORKING, silence=LIMIT)], (1,)),
         # A wait that a library would end soon: for whom does not wait, busy or not.
         ([changed(WAITING, waited=LIMIT), WORKING, WAITING], (1,)),
         ([changed(WAITING, waited=LIMIT), WORKING, changed(WORKING, quiet=9.0)], (2,)),
@@ -66,16 +66,16 @@ def changed(state: RankState, **fields) -> RankState:
     ],
 )
 def test_who_is_named(states, ranks):
-    hang = judge(dict(enumerate(states)), LIMIT)
+    hang = detect_stall(dict(enumerate(states)), LIMIT)
     assert (hang.ranks if hang else None) == ranks
 
 
 def test_a_slow_rank_is_named_while_the_run_goes_on():
-    assert late({0: WORKING, 1: WAITING}, 3.0) == ()
-    assert late({0: changed(WORKING, held=4.0), 1: changed(WAITING, waited=4.0)}, 3.0) == (0,)
-    assert late({0: changed(WORKING, silent=4.0), 1: WAITING}, 3.0) == (0,)
+    assert slow_ranks({0: WORKING, 1: WAITING}, 3.0) == ()
+    assert slow_ranks({0: changed(WORKING, held=4.0), 1: changed(WAITING, waited=4.0)}, 3.0) == (0,)
+    assert slow_ranks({0: changed(WORKING, silence=4.0), 1: WAITING}, 3.0) == (0,)
     half = dict.fromkeys(range(16), WORKING) | dict.fromkeys(range(16, 32), changed(WAITING, waited=9.0))
-    assert late(half, 3.0) == ()
+    assert slow_ranks(half, 3.0) == ()
 
 
 def test_time_in_which_a_process_was_stopped_does_not_count(monkeypatch):
@@ -89,12 +89,12 @@ def test_time_in_which_a_process_was_stopped_does_not_count(monkeypatch):
 
 
 def test_work_is_seen_from_outside_and_waiting_is_not():
-    doing, over, seen = Doing(), threading.Event(), []
+    doing, over, seen = Activity(), threading.Event(), []
 
     def look() -> None:
-        sampler, started = Sampler(doing, spins=False), time.monotonic()
+        sampler, started = ActivitySampler(doing, spins=False), time.monotonic()
         for _ in range(5):
-            seen.append(sampler.look(time.monotonic() - started))
+            seen.append(sampler.sample(time.monotonic() - started))
             over.wait(0.1)
 
     def looked(action) -> RankState:
@@ -114,7 +114,7 @@ def test_work_is_seen_from_outside_and_waiting_is_not():
     assert looked(lambda: None).kind == PATIENT
 
 
-class CompilersOf(Sampler):
+class CompilersOf(ActivitySampler):
     """Looks for compilers as on a machine with thousands of processes; those it has started have used ten seconds.
 
     Its process is the thread that looks: a worker of the test run has threads of tests before this one.
@@ -147,11 +147,11 @@ def test_looking_for_compilers_is_no_work_and_what_they_do_is(compile_seconds, i
     seen: list[RankState] = []
 
     def look() -> None:
-        sampler = CompilersOf(Doing(), spins=False)
+        sampler = CompilersOf(Activity(), spins=False)
         sampler.compile_seconds = compile_seconds
         with (tmp_path / "processes").open("rb") as file:
             sampler.file = file.fileno()
-            seen.extend(sampler.look(float(second)) for second in range(20))
+            seen.extend(sampler.sample(float(second)) for second in range(20))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -173,19 +173,19 @@ def test_the_roll_call_says_who_came_from_where_and_who_did_not():
     text = roll.missing(45.0, "a:29500")
     assert "ranks 1, 3 of 4 did not come to a:29500 within 45 s" in text
     assert "rank 0 from a\n  rank 2 from b" in text
-    assert roll.differing() == ""
+    assert roll.code_mismatch() == ""
     assert roll.add(arrival(1, version="2", host="c")) == roll.add(arrival(3)) == ""
     assert roll.is_complete
-    assert "rank 1 on c: 2" in roll.differing()
+    assert "rank 1 on c: 2" in roll.code_mismatch()
 
 
 def test_the_verdict_of_a_thousand_ranks_is_one_screen():
-    states = {rank: changed(WAITING, what=f"forward, layer {rank % 20}", waited=LIMIT) for rank in range(1000)}
-    states[700] = changed(WORKING, what="waiting for data", held=LIMIT)
-    hang = judge(states, LIMIT)
+    states = {rank: changed(WAITING, activity=f"forward, layer {rank % 20}", waited=LIMIT) for rank in range(1000)}
+    states[700] = changed(WORKING, activity="waiting for data", held=LIMIT)
+    hang = detect_stall(states, LIMIT)
     assert hang is not None
     reports = {rank: Report(where=f"parallel/x.py:{rank} in wait") for rank in states}
-    text = verdict_text(hang, states, reports, {}, timeout=11.0, folder=None)
+    text = stall_message(hang, states, reports, {}, timeout=11.0, folder=None)
     lines = text.splitlines()
     assert "because of rank 700: others have waited 10.0 s for rank 700" in lines[0]
     assert lines[2].startswith("  rank 700: waiting for data (10.0 s)")

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from parallel.runtime.watch.failure import Failure, Lines, line_of
-from parallel.runtime.watch.hub import Hub
-from parallel.runtime.watch.key import KEY_VARIABLE, Key, read_key
-from parallel.runtime.watch.options import WatchOptions
+from parallel.runtime.watch.failure import Failure, MessageStream, encode_message
+from parallel.runtime.watch.key import KEY_VARIABLE, WatchKey, read_key
 from parallel.runtime.watch.overseer import Overseer
 from parallel.runtime.watch.processes import RankProcess
+from parallel.runtime.watch.watch_coordinator import Coordinator
+from parallel.runtime.watch.watch_options import WatchOptions
 from tests.parallel.runtime.watched import STARTED, Ended, Ranks
 
 pytestmark = pytest.mark.timeout(400)
@@ -70,7 +70,7 @@ def test_rank_0_is_the_last_to_hear_that_all_have_met():
     told: list[int] = []
     overseer = Overseer(
         WatchOptions(rank=0, world_size=4, timeout=60.0),
-        tell=lambda rank, _: told.append(rank),
+        send=lambda rank, _: told.append(rank),
         fail=lambda failure: pytest.fail(failure.text),
     )
     for rank in (2, 0, 3, 1):
@@ -105,7 +105,7 @@ def test_the_dead_are_named_once_and_the_last_act_is_done(tmp_path):
 
 
 def test_a_main_thread_that_ends_before_the_watch_has_spoken_speaks_in_its_place(tmp_path):
-    watch_is_late = "watching().line._on_failure = lambda failure: None; meet('late'); "
+    watch_is_late = "active_watch().line._on_failure = lambda failure: None; meet('late'); "
     lost = watch_is_late + "raise RuntimeError('Connection closed by peer')"
     ended = Ranks(tmp_path, [lost, "meet('late'); os.kill(os.getpid(), signal.SIGKILL)"]).wait()
     assert (ended.codes[0], ended.said[0].count("rank 1 on")) == (1, 1), ended
@@ -118,7 +118,7 @@ def test_what_all_ranks_meet_is_said_by_rank_0_however_late_it_comes(tmp_path):
 
 
 def test_rank_0_does_not_say_again_what_its_watch_has_said(tmp_path):
-    late = "watching().line.wait(60.0); watching().may_report(); watching().line.reported()\n"
+    late = "active_watch().line.wait(60.0); active_watch().may_report(); active_watch().line.reported()\n"
     late += "raise RuntimeError('Connection closed by peer')"
     ended = Ranks(tmp_path, acts_of(0, late, others="raise ConfigError('x=1')")).wait()
     assert (ended.codes, ended.said) == ([2] * RANKS, [""] * RANKS)
@@ -187,7 +187,7 @@ def test_ctrl_c_reaches_ranks_that_hear_no_signal(tmp_path):
 @pytest.mark.slow
 def test_a_first_signal_may_be_the_main_threads_to_see_to(tmp_path):
     """It does so once its step is over; a second Ctrl-C it cannot keep."""
-    defers = "watching().signals.deferred = True; meet('defers'); "
+    defers = "active_watch().signals.deferred = True; meet('defers'); "
     ranks = Ranks(tmp_path, [defers + OTHERS_BLOCK] * RANKS)
     ranks.wait_until_met()
     while len(list(tmp_path.glob("defers_*"))) < RANKS:
@@ -218,22 +218,24 @@ def test_ranks_that_are_done_leave_in_any_order(tmp_path):
         assert (ended.codes, ended.said) == ([0] * RANKS, [""] * RANKS)
 
 
-KEY = Key("k" * 32)
-FAILED = line_of("failed", **Failure(rank=1, code=1, text="no").to_values())
+KEY = WatchKey("k" * 32)
+FAILED = encode_message("failed", **Failure(rank=1, code=1, text="no").to_values())
 
 
 def hello(of_rank: int, **values: Any) -> bytes:
     """What a rank says after its key."""
     process = {**vars(RankProcess.own(of_rank)), "machine": f"machine {of_rank}", **values}
-    return line_of("hello", process=process)
+    return encode_message("hello", process=process)
 
 
-def open_hub(ranks: int = 2, key: Key = KEY) -> Hub:
-    return Hub(WatchOptions(rank=0, world_size=ranks, timeout=60.0, meet=60.0), host="127.0.0.1", key=key)
+def open_hub(ranks: int = 2, key: WatchKey = KEY) -> Coordinator:
+    return Coordinator(
+        WatchOptions(rank=0, world_size=ranks, timeout=60.0, rendezvous_seconds=60.0), host="127.0.0.1", key=key
+    )
 
 
 @contextmanager
-def connected(hub: Hub, *sent: bytes) -> Iterator[socket.socket]:
+def connected(hub: Coordinator, *sent: bytes) -> Iterator[socket.socket]:
     with socket.create_connection(hub.address, timeout=20.0) as connection:
         for data in sent:
             connection.sendall(data)
@@ -336,7 +338,7 @@ def test_a_hub_that_fails_ends_the_run_by_its_own_name(monkeypatch):
     hub = open_hub()
     with connected(hub, RANK_1, hello(0)) as first, connected(hub, RANK_1, hello(1)) as second:
         heard_until(first, b'"kind": "met"')
-        monkeypatch.setattr(Overseer, "look", look)
+        monkeypatch.setattr(Overseer, "check", look)
         for line in (first, second):
             heard_until(line, b"the hub of the run's watch failed: OverflowError('a bug')")
 
@@ -361,7 +363,7 @@ def test_ranks_without_a_folder_in_common_ask_unless_they_were_handed_the_key(ha
 
 
 def test_a_file_of_the_key_is_private_and_holds_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallel.runtime.watch.key._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("parallel.runtime.watch.key._POLL_SECONDS", 0.0)
     file = tmp_path / "key"
     file.write_text("k" * 32)
     file.chmod(0o600)
@@ -380,7 +382,7 @@ def test_a_file_of_the_key_is_private_and_holds_nothing_else(tmp_path, monkeypat
 def test_hundreds_of_ranks_hear_at_once():
     ranks = 300
     hub = open_hub(ranks)
-    failed = line_of("failed", **Failure(rank=7, code=1, text="x" * 8_000).to_values())
+    failed = encode_message("failed", **Failure(rank=7, code=1, text="x" * 8_000).to_values())
     with ExitStack() as stack:
         lines = [stack.enter_context(connected(hub, RANK_1, hello(rank))) for rank in range(ranks)]
         lines[7].sendall(failed)
@@ -391,9 +393,9 @@ def test_hundreds_of_ranks_hear_at_once():
 
 def test_messages_arrive_whole_however_they_are_cut():
     sent = [Failure(rank=rank, code=1, text=f"é\n{rank}").to_values() for rank in range(3)]
-    data = b"".join(line_of("failed", **values) for values in sent)
+    data = b"".join(encode_message("failed", **values) for values in sent)
     for size in (1, 7, len(data)):
-        lines, found = Lines(), []
+        lines, found = MessageStream(), []
         for start in range(0, len(data), size):
             found += lines.add(data[start : start + size])
         assert [{k: v for k, v in message.items() if k != "kind"} for message in found] == sent
@@ -405,4 +407,4 @@ def test_a_long_message_loses_its_middle():
     assert text.startswith("aaa")
     assert text.endswith("bbb")
     with pytest.raises(ValueError, match="without end"):
-        Lines().add(b"x" * 200_000)
+        MessageStream().add(b"x" * 200_000)

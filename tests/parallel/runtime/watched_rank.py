@@ -15,10 +15,10 @@ from pathlib import Path
 
 from launcher.cluster import exit as ending
 from longctx.errors import ClusterError, ConfigError, DataError  # noqa: F401
-from parallel.runtime.spans import begin, waiting  # noqa: F401
+from parallel.runtime.activity import begin, waiting  # noqa: F401
 from parallel.runtime.watch import current  # noqa: F401
-from parallel.runtime.watch.current import start_watch, stop_watch, watching  # noqa: F401
-from parallel.runtime.watch.options import WatchOptions
+from parallel.runtime.watch.current import active_watch, start_watch, stop_watch  # noqa: F401
+from parallel.runtime.watch.watch_options import WatchOptions
 
 FOLDER, ACT = Path(sys.argv[1]), sys.argv[2]
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -75,9 +75,9 @@ def act() -> None:
         rank=RANK,
         world_size=RANKS,
         timeout=TIMEOUT,
-        meet=MEET,
+        rendezvous_seconds=MEET,
         version=VERSION,
-        remark="A remark.",
+        hint="A remark.",
         last_act=last_act,
         folder=FOLDER,
     )
@@ -90,4 +90,4 @@ def act() -> None:
 if __name__ == "__main__":
     # A shell starts what runs in the background without it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    ending.run_script(act, interrupted="It was interrupted.")
+    ending.run_script(act, abort_message="It was interrupted.")

@@ -7,13 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
-from longctx.model.attention.work import attend_work
+from longctx.model.attention.attention_work import forward_work
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule import Schedule
-from parallel.transport.block import KVBlock
-from parallel.transport.query_ring import attend_by_visits
-from parallel.transport.select import build_transport
+from parallel.transport.kv_block import KVBlock
+from parallel.transport.query_ring import query_ring_attention
+from parallel.transport.transport_choice import build_transport
 from tests.helpers import on_ranks
 from tests.late_messages import late_messages
 from tests.parallel.transport.test_transports import DOCUMENTS, HEAD_DIM, MASKS, SCORES, TOKENS, attend_here, inputs
@@ -45,7 +45,7 @@ def test_a_copy_that_is_sent_stays():
 
     def compute(block: KVBlock) -> tuple[Tensor, Tensor]:
         keys_and_values = (block.keys_BsKD, block.values_BsKV)
-        return attend_work(
+        return forward_work(
             q[:, block.queries], *keys_and_values, block.work, lambda *args: kernel.forward(*args, scores=SCORES)
         )
 
@@ -66,9 +66,9 @@ def test_visits_bring_back_what_they_found():
         scores = torch.einsum("bqhd,bkhd->bqhk", queries, k)
         return torch.einsum("bqhk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1).double()
 
-    wanted = attend_by_visits(mesh, q, HEAD_DIM, compute)
+    wanted = query_ring_attention(mesh, q, HEAD_DIM, compute)
     with late_messages():
-        got = attend_by_visits(mesh, q, HEAD_DIM, compute)
+        got = query_ring_attention(mesh, q, HEAD_DIM, compute)
     assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
     everything = [torch.empty_like(q) for _ in range(2 * mesh.context)]
     for n, x in enumerate((k, v)):

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.comm.communicator import Pending
+from parallel.comm.communicator import PendingTensors
 from parallel.comm.messages.kinds import Kind
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.schedule.rows import RowRanges
-from parallel.schedule.schedule import Schedule
-from parallel.transport.block import KVBlock
-from parallel.transport.exchange import PendingGradients, empty_rows
-from parallel.transport.select import build_transport
+from parallel.schedule.attention_schedule import Schedule
+from parallel.schedule.row_ranges import RowRanges
+from parallel.transport.kv_block import KVBlock
+from parallel.transport.ring_exchange import PendingGradients, empty_rows
+from parallel.transport.transport_choice import build_transport
 
 RING, TOKENS = 12, 12 * 32
 KEYS = (Kind.KEYS, Kind.KEYS_BETWEEN_NODES)
@@ -47,13 +47,13 @@ class Recording:
     sent: list[tuple[int, Kind, int]] = field(default_factory=list)
     awaited: list[tuple[int, Kind, int]] = field(default_factory=list)
 
-    def keys(self, outgoing, *, to: int, like, rows: int, source: int, kind: Kind) -> Pending:
+    def keys(self, outgoing, *, to: int, like, rows: int, source: int, kind: Kind) -> PendingTensors:
         self._note(outgoing, to, rows, source, kind)
-        return Pending(empty_rows(like, rows) or ())
+        return PendingTensors(empty_rows(like, rows) or ())
 
     def gradients(self, outgoing, *, to: int, like, rows: RowRanges, source: int, kind: Kind) -> PendingGradients:
         self._note(outgoing, to, rows.num_rows, source, kind)
-        return PendingGradients(Pending(empty_rows(like, rows.num_rows) or ()), rows)
+        return PendingGradients(PendingTensors(empty_rows(like, rows.num_rows) or ()), rows)
 
     def _note(self, outgoing, to: int, rows: int, source: int, kind: Kind) -> None:
         if outgoing is not None:

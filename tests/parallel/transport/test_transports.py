@@ -10,22 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.kernels.attention.contract import Scores, merge_
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
+from longctx.kernels.attention.kernel_interface import ScoreRules, merge_
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.model.attention.work import attend_work, attend_work_backward
-from parallel.attention import attend
+from longctx.model.attention.attention_work import backward_work, forward_work
+from parallel.attention import context_parallel_attention
 from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule import AttentionShape, Schedule
-from parallel.schedule.schedule import Hop
+from parallel.schedule.attention_schedule import Hop
 from parallel.transport.ulysses import HeadExchange
 from tests.helpers import on_ranks
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 192, 4, 2, 8
 DOCUMENTS = [0, 1, 5, 64, 65, 120, 185, TOKENS]
 MASKS = {"causal": {}, "sinks": {"window": 20, "sink_tokens": 3}, "sparse": {"window": 10, "stride": 4}}
-SCORES = Scores(scale=HEAD_DIM**-0.5)
+SCORES = ScoreRules(scale=HEAD_DIM**-0.5)
 
 
 def inputs() -> list[Tensor]:
@@ -38,7 +38,7 @@ def attend_here(schedule: Schedule, mesh: Mesh, transport: str) -> dict[str, Ten
     """This rank's output and gradients."""
     q, k, v, dout = (schedule.layout.split(x, mesh.context_rank, 1) for x in inputs())
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, schedule=schedule, mesh=mesh, kernel="cpu_flash", transport=transport)
+    out = context_parallel_attention(*leaves, schedule=schedule, mesh=mesh, kernel="cpu_flash", transport=transport)
     out.backward(dout)
     return {"out": out.detach()} | {f"d{name}": x.grad for name, x in zip("qkv", leaves, strict=True)}
 
@@ -50,7 +50,7 @@ class Walk:
     """The ring in one process: every rank's hops one after the other, nothing sent."""
 
     def __init__(self, schedule: Schedule, owners: dict[int, list[int]]) -> None:
-        """``owners`` lists for each rank whose rows it meets, in order."""
+        """``kv_ranks`` lists for each rank whose rows it meets, in order."""
         self.schedule, self.owners, self.kernel = schedule, owners, CpuFlashKernel()
         self.degree = schedule.layout.degree
         q, k, v, dout = inputs()
@@ -69,7 +69,7 @@ class Walk:
         result = None
         for hop in self.hops(rank):
             queries = slice(*hop.queries)
-            part = attend_work(
+            part = forward_work(
                 self.q[rank][:, queries], self.rows(self.k, hop), self.rows(self.v, hop), hop.work, self._forward
             )
             if result is None:
@@ -87,7 +87,7 @@ class Walk:
             for hop in self.hops(rank):
                 queries = slice(*hop.queries)
                 mine = (x[:, queries] for x in (self.dout[rank], self.q[rank]))
-                grads = attend_work_backward(
+                grads = backward_work(
                     *mine,
                     self.rows(self.k, hop),
                     self.rows(self.v, hop),
@@ -196,7 +196,7 @@ def watch(schedule: Schedule, mesh: Mesh, transport: str) -> Events:
     events = Events()
     exchange, gather, compute = events.watched()
     with exchange, gather, compute:
-        attend(q, k, v, schedule=schedule, mesh=mesh, kernel="cpu_flash", transport=transport)
+        context_parallel_attention(q, k, v, schedule=schedule, mesh=mesh, kernel="cpu_flash", transport=transport)
     return events
 
 

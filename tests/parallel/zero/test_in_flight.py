@@ -15,9 +15,9 @@ from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero import gradients
-from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
-from parallel.zero.options import ZeroOptions
+from parallel.zero.zero_engine import ZeroEngine
+from parallel.zero.zero_options import ZeroOptions
 from tests.helpers import on_ranks, run_distributed
 from tests.oracles import packed_batch
 from tests.parallel.zero.streams import Spy, claim_streams

@@ -13,9 +13,9 @@ from longctx.model.layers.initialize import InitialTensor
 from parallel.comm.world import sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero import allocate, state
-from parallel.zero.engine import ZeroEngine
+from parallel.zero import allocate, zero_state
 from parallel.zero.optimizer import OptimizerOptions
+from parallel.zero.zero_engine import ZeroEngine
 from tests.helpers import on_ranks, run_distributed
 from tests.parallel.experts.expert_cases import RanksRun, Spread, gather_whole
 from tests.parallel.zero.test_loading import CASES, ODD, Case, own_part
@@ -37,7 +37,7 @@ def count_draws() -> list[int]:
 
 
 def check_initial_weights(cases: list[Case]) -> None:
-    state.BLOCK_VALUES = 1000  # as many blocks of a small tensor as a large one has
+    zero_state.BLOCK_VALUES = 1000  # as many blocks of a small tensor as a large one has
     oracle = {name: p.detach().flatten() for name, p in Decoder(ODD, seed=SEED).named_parameters()}
     drawn = count_draws()
     for stage, dtype, expert in cases:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from longctx.batch import Batch
 from longctx.config import ModelConfig
-from longctx.model.chunks import table
+from longctx.model.activation_offload import Keep, Store
+from longctx.model.chunks import token_table
 from longctx.model.decoder import Decoder
-from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from parallel.comm.world import sum_over_ranks
@@ -26,8 +26,8 @@ from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
+from parallel.zero.zero_engine import ZeroEngine
 from tests.helpers import run_distributed
 from tests.oracles import packed_batch
 from tests.parallel.experts.expert_cases import gather_whole
@@ -80,7 +80,7 @@ def together(
     config: ModelConfig, execution: Execution, stage: int, dtype: torch.dtype
 ) -> tuple[float, float, dict[str, Tensor]]:
     """The same over two ranks that share each row, and the experts; gradients are read off AdamW's first moments."""
-    execution = replace(execution, products="native")
+    execution = replace(execution, matmul_mode="native")
     mesh = Mesh.build(context=2, expert=2 if config.num_experts else 1)
     model = build_parallel_model(config, mesh, layout="zigzag", execution=execution)
     options = OptimizerOptions(betas=(BETA, 0.95), clip_norm=CLIP)
@@ -191,7 +191,7 @@ def check_rows(stages: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None
     for tied, dropout in ((True, 0.0), (False, 0.0), (False, 0.1)):
         config = replace(CONFIGS["dense"], tie_embeddings=tied, residual_dropout=dropout)
         wanted = alone(config)
-        with mock.patch.object(table, "SUMMED_VALUES", 7 * config.hidden_size):
+        with mock.patch.object(token_table, "SUMMED_VALUES", 7 * config.hidden_size):
             for stage, dtype in itertools.product(stages, dtypes):
                 got = together(config, Execution("attention", "host", chunk_tokens=11), stage, dtype)
                 compare(got, wanted, dtype, f"tables by rows, tied {tied}, ZeRO {stage}, {dtype}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from longctx.checkpoint_format import ROLES
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import is_expert_weight
-from parallel.zero import state
+from parallel.zero import zero_state
 from tests.helpers import run_distributed
 from tests.parallel.experts.expert_cases import CONFIG, RanksRun, Spread, gather_whole
 
@@ -90,7 +90,7 @@ def check_weights(run: RanksRun, source: Source, dtype: torch.dtype) -> None:
 
 
 def check_loading(cases: list[Case], moments: bool, block: int) -> None:
-    state.BLOCK_VALUES = block  # as many blocks of a small tensor as a large one has
+    zero_state.BLOCK_VALUES = block  # as many blocks of a small tensor as a large one has
     for stage, dtype, expert in cases:
         source = Source()
         run = RanksRun(ODD, Spread(stage=stage, dtype=dtype, expert=expert))

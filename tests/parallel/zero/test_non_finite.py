@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from longctx.batch import IGNORED_TARGET
 from longctx.config import ModelConfig
 from longctx.errors import GradientError
-from longctx.kernels.processor import Products
+from longctx.kernels.processor import MatmulMode
 from longctx.model.experts.experts import is_expert_weight
 from parallel.comm.world import gather_objects
 from parallel.layout.sequence import SequenceLayout
@@ -24,7 +24,7 @@ from tests.helpers import on_ranks, run_distributed
 from tests.parallel.experts.expert_cases import CONFIG, LENGTH, LR, ROWS, RanksRun, Spread, rows_of_step
 
 DENSE = replace(CONFIG, num_experts=0, selection_bias=False, num_layers=2, dense_layers=())
-Way = tuple[int, torch.dtype, Products]
+Way = tuple[int, torch.dtype, MatmulMode]
 WAYS: dict[str, list[Way]] = {
     "float32": [(stage, torch.float32, "native") for stage in range(4)],
     "bfloat16": [(stage, torch.bfloat16, "native") for stage in range(1, 4)],
@@ -117,7 +117,7 @@ def check_gradients(ways: list[Way], expert: int, value: float) -> None:
         name = spoil(runner, is_expert_weight if expert > 1 else lambda n: "layers.1" in n, last, value)
         error = check_refused(runner, 1)
         assert error.names == [name], f"{spread}: {error}"
-        assert runner.engine.broken_weights() == []
+        assert runner.engine.nonfinite_weights() == []
 
 
 SPOILT = [(2, WAYS["float32"] + WAYS["bfloat16 in float32"], 1, torch.inf), (1, ALL_WAYS, 1, torch.nan)]
@@ -185,7 +185,7 @@ def check_weights(stages: list[int]) -> None:
                 p.ds_tensor.data[0] = torch.nan  # type: ignore[attr-defined]
         else:
             p.data[0] = torch.nan
-        assert runner.engine.broken_weights() == [name]
+        assert runner.engine.nonfinite_weights() == [name]
 
 
 def test_broken_weights_are_found_in_every_stage():
@@ -209,6 +209,6 @@ def test_a_step_without_targets_is_taken(stage: int) -> None:
         runner.engine.backward(runner.engine.model.loss(loss, counts))
         assert (counts["targets"], float(loss["nll"])) == (0, 0)
     assert runner.engine.step(LR) == 0.0
-    assert not runner.engine.broken_weights()
+    assert not runner.engine.nonfinite_weights()
     runner.step(2)
     assert runner.run.norms[-1] > 0

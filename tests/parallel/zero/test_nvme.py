@@ -14,8 +14,8 @@ from longctx.config import ModelConfig
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
 from parallel.zero.cpu_adam import compile_cpu_adam
-from parallel.zero.engine import ZeroEngine
-from parallel.zero.options import ZeroOptions
+from parallel.zero.zero_engine import ZeroEngine
+from parallel.zero.zero_options import ZeroOptions
 from tests.helpers import run_distributed
 from tests.parallel.zero.swapping import swap_everything
 from tests.parallel.zero.test_offload import refuse_broken_gradient
@@ -88,7 +88,7 @@ def check_equal(config: ModelConfig, zero: ZeroOptions, way: dict) -> None:
         assert torch.equal(a.values, b.values), a[:3]
         count += 1
     assert count == len(here.owned_pieces())
-    assert here.broken_weights() == []
+    assert here.nonfinite_weights() == []
     for (name, p), (_, q) in zip(
         here.model.network.named_parameters(), there.model.network.named_parameters(), strict=True
     ):

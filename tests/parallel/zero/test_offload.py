@@ -11,8 +11,8 @@ from longctx.errors import ConfigError, GradientError
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
 from parallel.zero.cpu_adam import compile_cpu_adam
-from parallel.zero.engine import ZeroEngine
-from parallel.zero.options import ZeroOptions, check_device
+from parallel.zero.zero_engine import ZeroEngine
+from parallel.zero.zero_options import ZeroOptions, check_device
 from tests.helpers import on_ranks, run_distributed
 from tests.parallel.zero.test_zero import (
     BOUNDS,

@@ -12,16 +12,16 @@ from longctx.batch import Batch, PackedDocuments
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.regions import compile_count, missing_for_compiling
-from longctx.model.kept import Keep
+from longctx.model.activation_offload import Keep
 from longctx.model.training_pass import Execution
 from parallel.comm.world import sum_over_ranks
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
-from parallel.zero.options import ZeroOptions, check_zero
+from parallel.zero.zero_engine import ZeroEngine
+from parallel.zero.zero_options import ZeroOptions, check_zero
 from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.helpers import on_ranks, run_distributed
 from tests.oracles import Curve, packed_batch, stream_of, train_alone

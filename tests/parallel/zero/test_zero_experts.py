@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.kernels.processor import Products
+from longctx.kernels.processor import MatmulMode
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import is_expert_weight
 from parallel.parallelize import check_experts
@@ -194,7 +194,7 @@ def test_every_combination_trains_like_one_process(expected, world, context, exp
     run_distributed(check_parity, world, expected(scope, MANY), scope, [spread], timeout=300)
 
 
-def check_bfloat16(expected: Path, products: Products, stages: Sequence[int]) -> None:
+def check_bfloat16(expected: Path, products: MatmulMode, stages: Sequence[int]) -> None:
     """A layer rounds at most 30 times forward and 30 times back, in either way: after three a gradient is 3 % off.
 
     That bounds the norm. Logits are 0.11 in size, of which 3 % are less than 1e-3 of a loss of 4.2, though all fell to

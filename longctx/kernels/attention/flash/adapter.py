@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall
 from longctx.kernels.attention.flash.libraries import FlashLibrary
 from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKernel
+from longctx.kernels.attention.kernel_interface import KernelRequest, ScoreRules
 
 
 class FlashKernel(VarlenKernel):
@@ -38,7 +38,12 @@ class FlashKernel(VarlenKernel):
         if deterministic:
             name = f"{library.name}_deterministic"
         super().__init__(name, capability=capability)
-        self.library, self.ops, self.deterministic, self.lacks = library, ops, deterministic, library.lacks
+        self.library, self.ops, self.deterministic, self.unsupported_rules = (
+            library,
+            ops,
+            deterministic,
+            library.unsupported_rules,
+        )
 
     def supports(self, request: KernelRequest) -> str | None:
         return self.unsuited(request) or self.missing()
@@ -53,7 +58,7 @@ class FlashKernel(VarlenKernel):
     def unsuited(self, request: KernelRequest) -> str | None:
         """Return why this device could not serve the request even with the library installed; None if it could."""
         library = self.library
-        if why := self.refusal(request, dtypes=HALF, largest_head=256):
+        if why := self.request_unsupported_reason(request, dtypes=HALF, largest_head=256):
             return why
         if request.deterministic and library.never_repeats is not None:
             return library.never_repeats
@@ -62,7 +67,7 @@ class FlashKernel(VarlenKernel):
                 return f"the backward does not repeat to the bit; that of {self.name}_deterministic does"
             if not _is_process_deterministic():
                 return "the backward repeats to the bit only after torch.use_deterministic_algorithms(True)"
-        if why := self.device_refusal(request, library.generations):
+        if why := self.device_unsupported_reason(request, library.generations):
             return why
         capability = self.device_capability()
         assert capability is not None
@@ -75,7 +80,7 @@ class FlashKernel(VarlenKernel):
         return self.library.head_sizes(head_dim, value_dim, capability[0])
 
     def call_forward(
-        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores
+        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: ScoreRules
     ) -> tuple[Tensor, Tensor]:
         arguments = {
             "q": q_nHD,
@@ -88,7 +93,7 @@ class FlashKernel(VarlenKernel):
         return results[0], results[1].transpose(0, 1)
 
     def call_backward(
-        self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
+        self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: ScoreRules
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         library, (q_nHD, k_mKD, v_mKV), (out_nHV, lse_nH) = self.library, qkv, result
         arguments = {
@@ -102,7 +107,7 @@ class FlashKernel(VarlenKernel):
         }
         if library.has_deterministic:
             arguments["deterministic"] = self.deterministic
-        if library.takes_random_state:
+        if library.needs_rng_state:
             # dropout state, never read
             state = torch.empty(2, dtype=torch.uint64, device=dout_nHV.device)
             arguments |= {"rng_state": state, "unused": state.new_empty(())}
@@ -114,7 +119,7 @@ class FlashKernel(VarlenKernel):
             grads = self._call(library.backward, arguments)
         return grads[0], grads[1], grads[2], None
 
-    def _arguments(self, call: VarlenCall, scores: Scores) -> dict[str, Any]:
+    def _arguments(self, call: VarlenCall, scores: ScoreRules) -> dict[str, Any]:
         """Build the arguments that both passes share, under our names."""
         library = self.library
         longest = call.max_seqlen_k
@@ -133,15 +138,15 @@ class FlashKernel(VarlenKernel):
         for side in ("window_size_left", "window_size_right"):
             if arguments[side] == UNBOUNDED:
                 arguments[side] = library.open_side
-        if "softcap" not in library.lacks:
+        if "softcap" not in library.unsupported_rules:
             arguments["softcap"] = scores.softcap or 0.0
         return arguments
 
     def _call(self, function: str, arguments: dict[str, Any]) -> Any:
-        functions, spelling = self._functions(), self.library.spelling
+        functions, arg_names = self._functions(), self.library.arg_names
         if isinstance(functions, str):
             raise ConfigError(f"parallel.kernel={self.name}: {functions}. Try parallel.kernel=auto.")
-        return getattr(functions, function)(**{spelling.get(name, name): value for name, value in arguments.items()})
+        return getattr(functions, function)(**{arg_names.get(name, name): value for name, value in arguments.items()})
 
     def _functions(self) -> Any:
         """Return the object that holds the library's functions, or a string with the reason why it is unavailable."""

@@ -18,10 +18,10 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from longctx.kernels.attention.flash.groups import UNBOUNDED, Group, group_slices
+from longctx.kernels.attention.flash.slice_groups import UNBOUNDED, Group, group_slices
 from longctx.kernels.attention.slices import K_START, K_STOP, OFFSET, Q_START, Q_STOP, STEP, once_per_table
 
-__all__ = ["UNBOUNDED", "Rows", "VarlenCall", "calls_of", "translate"]
+__all__ = ["UNBOUNDED", "Rows", "VarlenCall", "calls_of", "slices_to_calls"]
 
 Rows = slice | Tensor
 """Rows of a tensor: a slice if contiguous, else int64 indices."""
@@ -78,12 +78,12 @@ class VarlenCall:
 
 
 @once_per_table
-def translate(slices: Tensor, *, distances: bool = False) -> tuple[VarlenCall, ...]:
+def slices_to_calls(slices: Tensor, *, relative_positions: bool = False) -> tuple[VarlenCall, ...]:
     """Translate a table into calls that together compute every slice exactly once, most query rows first.
 
-    With ``distances`` each sequence has one step and one offset, so slices are neither joined nor cut.
+    With ``relative_positions`` each sequence has one step and one offset, so slices are neither joined nor cut.
     """
-    groups = group_slices(slices, distances=distances)
+    groups = group_slices(slices, relative_positions=relative_positions)
     # Largest call first: it usually covers all rows, and then no merge is needed.
     return calls_of(sorted(groups, key=lambda group: -int((group.work[:, Q_STOP] - group.work[:, Q_START]).sum())))
 
@@ -130,10 +130,10 @@ def _cumulative(lengths: ndarray) -> Tensor:
     return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
 
 
-def _rows(starts: ndarray, stops: ndarray) -> Rows:
+def _rows(starts: ndarray, ends: ndarray) -> Rows:
     """Return the rows in these ranges, in order."""
-    if (starts[1:] == stops[:-1]).all():
-        return slice(int(starts[0]), int(stops[-1]))
-    lengths = stops - starts
+    if (starts[1:] == ends[:-1]).all():
+        return slice(int(starts[0]), int(ends[-1]))
+    lengths = ends - starts
     before = np.cumsum(lengths) - lengths  # packed rows before each range
     return torch.from_numpy(np.repeat(starts - before, lengths) + np.arange(lengths.sum()))

@@ -17,10 +17,10 @@ from numpy import ndarray
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import RULES, KernelRequest, Scores
 from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall, calls_of
-from longctx.kernels.attention.flash.groups import Group, trimmed
+from longctx.kernels.attention.flash.slice_groups import Group, trimmed
 from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKernel
+from longctx.kernels.attention.kernel_interface import RULES, KernelRequest, ScoreRules
 from longctx.kernels.attention.slices import HI, K_START, K_STOP, LO, Q_START, Q_STOP, once_per_table
 
 _FAR = 1 << 39
@@ -39,7 +39,7 @@ class CudnnKernel(VarlenKernel):
     Heads are bfloat16 or float16, with up to 128 channels, or 192 with 128-channel values.
     """
 
-    lacks = tuple(RULES)
+    unsupported_rules = tuple(RULES)
 
     def __init__(
         self, ops: Any = None, *, capability: tuple[int, int] | None = None, version: int | None = None
@@ -52,20 +52,20 @@ class CudnnKernel(VarlenKernel):
         self.ops, self.version = ops, version
 
     def supports(self, request: KernelRequest) -> str | None:
-        if why := self.refusal(request, dtypes=HALF, largest_head=192):
+        if why := self.request_unsupported_reason(request, dtypes=HALF, largest_head=192):
             return why
         if request.window:
             return "no window"
         if request.deterministic:
             return "the backward does not repeat to the bit"
-        return self._missing() or self.device_refusal(request, (8, None))
+        return self._missing() or self.device_unsupported_reason(request, (8, None))
 
-    def calls(self, slices: Tensor, q_BtHD: Tensor, scores: Scores) -> tuple[VarlenCall, ...]:
+    def calls(self, slices: Tensor, q_BtHD: Tensor, scores: ScoreRules) -> tuple[VarlenCall, ...]:
         """Return one call per rectangle or square."""
         return dense_calls_on(slices, q_BtHD.shape[0], q_BtHD.device)
 
     def call_forward(
-        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores
+        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: ScoreRules
     ) -> tuple[Tensor, Tensor]:
         if call.max_seqlen_k == 1:
             return _one_key(q_nHD, k_mKD, v_mKV, call, scores)
@@ -84,7 +84,7 @@ class CudnnKernel(VarlenKernel):
         return out_BHnV.transpose(1, 2).flatten(0, 1), lse_BHn.transpose(1, 2).flatten(0, 1)
 
     def call_backward(
-        self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
+        self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: ScoreRules
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         if call.max_seqlen_k == 1:
             return _one_key_backward(dout_nHV, qkv, result, call, scores)
@@ -159,12 +159,12 @@ def squares_and_rectangles(slices: Tensor) -> ndarray:
         if lo < -_FAR:
             pieces.append((q0, q1, k0, k1, False))
             continue
-        corner = q0 - lo  # last key that the first row sees
-        side = k1 - corner
+        diagonal_start = q0 - lo  # last key that the first row sees
+        side = k1 - diagonal_start
         pieces += [
-            (q0, q0 + side, corner, k1, True),
-            (q0, q1, k0, corner, False),
-            (q0 + side, q1, corner, k1, False),
+            (q0, q0 + side, diagonal_start, k1, True),
+            (q0, q1, k0, diagonal_start, False),
+            (q0 + side, q1, diagonal_start, k1, False),
         ]
     table = np.array(pieces, dtype=np.int64).reshape(-1, 5)
     return table[(table[:, 0] < table[:, 1]) & (table[:, 2] < table[:, 3])]
@@ -183,14 +183,16 @@ def _by_heads(x_nHD: Tensor, length: int) -> Tensor:
 # --- one key, which the operator refuses ------------------------------------------------------------------------------
 
 
-def _one_key(q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores) -> tuple[Tensor, Tensor]:
+def _one_key(
+    q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: ScoreRules
+) -> tuple[Tensor, Tensor]:
     """Compute output and log-sum-exp for rows with a single key: its value and its score."""
     k_nHD, v_nHV = (_of_each_row(x, q_nHD, call) for x in (k_mKD, v_mKV))
     return v_nHV, (q_nHD.float() * k_nHD).sum(-1) * scores.scale
 
 
 def _one_key_backward(
-    dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
+    dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: ScoreRules
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     (q_nHD, k_mKD, v_mKV), (out_nHV, lse_nH) = qkv, result
     k_nHD, v_nHV = (_of_each_row(x, q_nHD, call) for x in (k_mKD, v_mKV))

@@ -24,9 +24,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad
 
 from longctx.kernels.attention.bias import buckets
-from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall
 from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKernel
+from longctx.kernels.attention.kernel_interface import KernelRequest, ScoreRules
 
 _BLOCK = 128
 """Rows and keys per mask block."""
@@ -52,22 +52,22 @@ class FlexKernel(VarlenKernel):
         largest = 256
         if request.dtype == torch.float32:
             largest = 128  # shared memory capacity per block
-        if why := self.refusal(request, dtypes=(*HALF, torch.float32), largest_head=largest):
+        if why := self.request_unsupported_reason(request, dtypes=(*HALF, torch.float32), largest_head=largest):
             return why
         if request.deterministic and "relative_bias" in request.rules:
             return "the gradient of a bias table is added up in no fixed order"
-        return self.device_refusal(request, (8, None))
+        return self.device_unsupported_reason(request, (8, None))
 
     def head_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         return max(_LEAST_HEAD, head_dim), max(_LEAST_HEAD, value_dim)
 
     def call_forward(
-        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores
+        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: ScoreRules
     ) -> tuple[Tensor, Tensor]:
         return self._attention(q_nHD.detach(), k_mKD.detach(), v_mKV.detach(), call, scores, _table(scores))
 
     def call_backward(
-        self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
+        self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: ScoreRules
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         table, (out_nHV, lse_nH) = _table(scores), result
         # FlexAttention's backward only knows its own log-sum-exp, over this call's keys, not the global one. Let o, l
@@ -91,13 +91,13 @@ class FlexKernel(VarlenKernel):
         delta = (dout_nHV.to(partial) * out_nHV.to(partial)).sum(-1)
         down_lse_nH = delta_own - share_nH1.squeeze(-1) * delta
         grads = torch.autograd.grad((own_out, own_lse), leaves, (down_nHV, down_lse_nH))
-        dtable = None
+        dbias_table = None
         if table is not None:
-            dtable = grads[3]
-        return grads[0], grads[1], grads[2], dtable
+            dbias_table = grads[3]
+        return grads[0], grads[1], grads[2], dbias_table
 
     def _attention(
-        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores, table: Tensor | None
+        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: ScoreRules, table: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return one call's output [n, H, V] and log-sum-exp [n, H], under autograd."""
         prepared = self._prepared.of(call)
@@ -155,20 +155,20 @@ class PreparedCalls:
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key][1]
-        prepared = prepare(call)
-        self._known[key] = ref(call, lambda _: self._forget(key)), prepared
+        prepared = prepare_call(call)
+        self._known[key] = ref(call, lambda _: self._evict(key)), prepared
         self.num_bytes += prepared.num_bytes()
         # keep the newest whatever its size: it is about to be used
         while self.num_bytes > self._most_bytes and len(self._known) > 1:
-            self._forget(next(iter(self._known)))
+            self._evict(next(iter(self._known)))
         return prepared
 
-    def _forget(self, key: int) -> None:
+    def _evict(self, key: int) -> None:
         if key in self._known:
             self.num_bytes -= self._known.pop(key)[1].num_bytes()
 
 
-def prepare(call: VarlenCall) -> Prepared:
+def prepare_call(call: VarlenCall) -> Prepared:
     """Build the block mask, and the rows' token positions in their document."""
     row_q, sequence_q = _rows_of(call.cu_seqlens_q, call.num_queries)
     row_k, sequence_k = _rows_of(call.cu_seqlens_k, call.num_keys)
@@ -257,7 +257,7 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
-def score_rule(prepared: Prepared, scores: Scores, table_NH: Tensor | None) -> Callable[..., Tensor] | None:
+def score_rule(prepared: Prepared, scores: ScoreRules, table_NH: Tensor | None) -> Callable[..., Tensor] | None:
     """Build a function that applies soft cap, ALiBi and learned bias to a score, in this order; None without rules."""
     if not scores.rules:
         return None
@@ -284,7 +284,7 @@ def score_rule(prepared: Prepared, scores: Scores, table_NH: Tensor | None) -> C
     return rule
 
 
-def _table(scores: Scores) -> Tensor | None:
+def _table(scores: ScoreRules) -> Tensor | None:
     if scores.relative_bias is None:
         return None
     return scores.relative_bias.table_NH

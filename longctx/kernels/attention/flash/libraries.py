@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from longctx.kernels.attention.contract import KernelRequest
+from longctx.kernels.attention.kernel_interface import KernelRequest
 
 
-def _refuses_nothing(request: KernelRequest, generation: int) -> str | None:
+def _serves_all(request: KernelRequest, generation: int) -> str | None:
     return None
 
 
@@ -34,7 +34,7 @@ class FlashLibrary:
     forward: str
     """Name of the forward function over packed sequences."""
     backward: str
-    spelling: Mapping[str, str]
+    arg_names: Mapping[str, str]
     """The library's argument names that differ from ours."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that are the same in every call."""
@@ -47,19 +47,19 @@ class FlashLibrary:
     passes the larger of both maxima."""
     writes_gradients: bool = False
     """Whether backward writes into tensors passed to it; otherwise it returns new ones."""
-    takes_random_state: bool = False
+    needs_rng_state: bool = False
     """Whether backward requires the dropout random state."""
     has_deterministic: bool = True
     """Whether backward takes ``deterministic``."""
     never_repeats: str | None = None
     """Reason for rejecting every deterministic request, regardless of backward's arguments."""
-    lacks: tuple[str, ...]
+    unsupported_rules: tuple[str, ...]
     """Unsupported score rules."""
     generations: tuple[int, int | None]
     """First and last supported major compute capability; None leaves the range open."""
     head_sizes: Callable[[int, int, int], tuple[int, int] | None]
     """(query head, value head, generation) → padded sizes; None if no size is large enough."""
-    refuses: Callable[[KernelRequest, int], str | None] = _refuses_nothing
+    refuses: Callable[[KernelRequest, int], str | None] = _serves_all
     """Return why it cannot serve a request on a supported generation; None if it can."""
     install: str | None = None
     """Install command, if one is needed."""
@@ -125,12 +125,12 @@ FLASH2 = FlashLibrary(  # flash_attn 2.7 to 2.8; older versions differ in window
     load=_load_flash2,
     forward="_flash_attn_varlen_forward",
     backward="_flash_attn_varlen_backward",
-    spelling={"scale": "softmax_scale", "lse": "softmax_lse"},
+    arg_names={"scale": "softmax_scale", "lse": "softmax_lse"},
     constants={"dropout_p": 0.0, "causal": False, "alibi_slopes": None},  # the window makes it causal
     forward_constants={"return_softmax": False},
     clamps_windows=True,
     writes_gradients=True,
-    lacks=("alibi", "relative_bias"),  # its ALiBi counts distances from the corner, not between tokens
+    unsupported_rules=("alibi", "relative_bias"),  # its ALiBi counts distances from the corner, not between tokens
     generations=(8, None),
     head_sizes=_equal_sizes,
     install="pip install flash-attn==2.8.3 --no-build-isolation",
@@ -160,13 +160,13 @@ FLASH3 = FlashLibrary(  # the hopper folder in flash-attn 2.8.3, and later flash
     load=_load_flash3,
     forward="fwd",
     backward="bwd",
-    spelling={"scale": "softmax_scale", "lse": "softmax_lse"},
+    arg_names={"scale": "softmax_scale", "lse": "softmax_lse"},
     constants={"is_causal": False},  # the window makes it causal
     forward_constants={"num_splits": 1},  # by default it chooses how to split keys, and merges in another order
     writes_gradients=True,
     has_deterministic=False,
     never_repeats="flash-attn 3 up to 2.8.3 reads semaphores that its deterministic backward never sets",
-    lacks=("alibi", "relative_bias"),
+    unsupported_rules=("alibi", "relative_bias"),
     generations=(9, 9),
     head_sizes=_flash3_sizes,
     install="python setup.py install, in the hopper folder of flash-attention's repository",
@@ -177,13 +177,13 @@ def _load_flash4() -> Any:
     module = import_library("flash_attn.cute.interface")
     if isinstance(module, str):
         return module
-    if not _takes_packed_sequences(module):
+    if not _supports_packed_sequences(module):
         return "flash_attn.cute is the early version of flash-attn 2; flash-attn-4 is not installed, or was overwritten"
     return module
 
 
 @lru_cache(maxsize=4)
-def _takes_packed_sequences(module: ModuleType) -> bool:
+def _supports_packed_sequences(module: ModuleType) -> bool:
     """Return whether this is flash-attn 4.
 
     flash-attn 2.8 ships a folder with the same name, but its backward does not take packed sequences.
@@ -204,10 +204,10 @@ FLASH4 = FlashLibrary(  # flash-attn-4 4.0.0b36; compiles for seconds on each ne
     load=_load_flash4,
     forward="_flash_attn_fwd",
     backward="_flash_attn_bwd",
-    spelling={"scale": "softmax_scale"},
+    arg_names={"scale": "softmax_scale"},
     forward_constants={"return_lse": True},
     open_side=None,
-    lacks=("alibi", "relative_bias"),
+    unsupported_rules=("alibi", "relative_bias"),
     generations=(9, 12),
     head_sizes=_flash4_sizes,
     refuses=_flash4_refuses,
@@ -226,7 +226,7 @@ CUDA_FLASH = FlashLibrary(  # PyTorch 2.11 to 2.13: contains flash-attn 2, with 
     load=_load_aten,
     forward="_flash_attention_forward",
     backward="_flash_attention_backward",
-    spelling={
+    arg_names={
         "q": "query",
         "k": "key",
         "v": "value",
@@ -240,9 +240,9 @@ CUDA_FLASH = FlashLibrary(  # PyTorch 2.11 to 2.13: contains flash-attn 2, with 
     constants={"dropout_p": 0.0, "is_causal": False},
     forward_constants={"return_debug_mask": False},
     clamps_windows=True,
-    takes_random_state=True,
+    needs_rng_state=True,
     has_deterministic=False,
-    lacks=("softcap", "alibi", "relative_bias"),
+    unsupported_rules=("softcap", "alibi", "relative_bias"),
     generations=(8, None),
     head_sizes=_equal_sizes,
 )

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention.bias import check_scores
-from longctx.kernels.attention.contract import RULES, Gradients, KernelRequest, Scores, merge_
-from longctx.kernels.attention.flash.calls import Rows, VarlenCall, translate
+from longctx.kernels.attention.flash.calls import Rows, VarlenCall, slices_to_calls
+from longctx.kernels.attention.kernel_interface import RULES, Gradients, KernelRequest, ScoreRules, merge_
 from longctx.kernels.attention.slices import once_per_table
 from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 
@@ -30,7 +30,7 @@ class VarlenKernel(ABC):
     Heads are zero-padded to a supported size: zeros change no score, and the results' padding is cut off.
     """
 
-    lacks: tuple[str, ...] = ()
+    unsupported_rules: tuple[str, ...] = ()
     """Unsupported score rules."""
     deterministic = False
     """Whether backward is bitwise reproducible."""
@@ -49,22 +49,22 @@ class VarlenKernel(ABC):
 
     @abstractmethod
     def call_forward(
-        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores
+        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: ScoreRules
     ) -> tuple[Tensor, Tensor]:
         """Return one call's output [n, H, V] and log-sum-exp [n, H], in any dtype."""
 
     @abstractmethod
     def call_backward(
-        self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
+        self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: ScoreRules
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return one call's dq, dk, dv (in any dtype) and bias table gradient (if there is a table).
 
         ``result`` is the output [n, H, V] and the log-sum-exp [n, H] over all calls, hops and ranks.
         """
 
-    def calls(self, slices: Tensor, q_BtHD: Tensor, scores: Scores) -> tuple[VarlenCall, ...]:
+    def calls(self, slices: Tensor, q_BtHD: Tensor, scores: ScoreRules) -> tuple[VarlenCall, ...]:
         """Return the calls for these slices."""
-        return calls_on(slices, q_BtHD.shape[0], q_BtHD.device, distances=scores.needs_distances)
+        return calls_on(slices, q_BtHD.shape[0], q_BtHD.device, relative_positions=scores.needs_relative_positions)
 
     def device_capability(self) -> tuple[int, int] | None:
         """Return the compute capability to assume, if there is a CUDA device."""
@@ -75,7 +75,7 @@ class VarlenKernel(ABC):
         return None
 
     def forward(
-        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
+        self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: ScoreRules
     ) -> tuple[Tensor, Tensor]:
         self._check(scores, q_BtHD.shape[2])
         V = v_BsKV.shape[-1]
@@ -96,32 +96,32 @@ class VarlenKernel(ABC):
         lse_BtH: Tensor,
         slices: Tensor,
         *,
-        scores: Scores,
+        scores: ScoreRules,
     ) -> Gradients:
         self._check(scores, q_BtHD.shape[2])
         D, V = q_BtHD.shape[-1], v_BsKV.shape[-1]
         sizes = self._padded_sizes(D, V)
         dq, dk, dv = _Gradient(q_BtHD), _Gradient(k_BsKD), _Gradient(v_BsKV)
         # Each call returns it in the table's dtype; many calls are summed, so the accumulator is wider.
-        dtable = scores.table_gradient(accumulate_dtype(q_BtHD.dtype))
+        dbias_table = scores.table_gradient(accumulate_dtype(q_BtHD.dtype))
         for call in self.calls(slices, q_BtHD, scores):
             qkv = _packed_inputs(q_BtHD, k_BsKD, v_BsKV, call, sizes)
             # out and lse are global, over all calls, hops and ranks, so the calls' gradients simply add up
-            dout, out = (padded(pack(x, call.queries), sizes[1]) for x in (dout_BtHV, out_BtHV))
-            result = out, pack(lse_BtH, call.queries)
-            dq_nHD, dk_mKD, dv_mKV, dtable_part = self.call_backward(dout, qkv, result, call, scores)
+            dout, out = (padded(pack_rows(x, call.queries), sizes[1]) for x in (dout_BtHV, out_BtHV))
+            result = out, pack_rows(lse_BtH, call.queries)
+            dq_nHD, dk_mKD, dv_mKV, dbias_table_part = self.call_backward(dout, qkv, result, call, scores)
             dq.add(dq_nHD[..., :D], call.queries)
             dk.add(dk_mKD[..., :D], call.keys)
             dv.add(dv_mKV[..., :V], call.keys)
-            if dtable is not None and dtable_part is not None:
-                dtable += dtable_part
-        return Gradients(dq.get(), dk.get(), dv.get(), dtable)
+            if dbias_table is not None and dbias_table_part is not None:
+                dbias_table += dbias_table_part
+        return Gradients(dq.get(), dk.get(), dv.get(), dbias_table)
 
-    def _check(self, scores: Scores, num_heads: int) -> None:
+    def _check(self, scores: ScoreRules, num_heads: int) -> None:
         """Raise ConfigError for unsupported rules: operators call a kernel by name and skip ``supports``."""
         check_scores(scores, num_heads)
         for rule in scores.rules:
-            if rule in self.lacks:
+            if rule in self.unsupported_rules:
                 raise ConfigError(f"parallel.kernel={self.name} has no {RULES[rule]}. Try parallel.kernel=auto.")
 
     def _padded_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int]:
@@ -133,14 +133,16 @@ class VarlenKernel(ABC):
             )
         return sizes
 
-    def refusal(self, request: KernelRequest, *, dtypes: tuple[torch.dtype, ...], largest_head: int) -> str | None:
+    def request_unsupported_reason(
+        self, request: KernelRequest, *, dtypes: tuple[torch.dtype, ...], largest_head: int
+    ) -> str | None:
         """Return why the request cannot be served, or None, by checks that need neither library nor device."""
         if request.device_type != "cuda":
             return f"runs on CUDA devices, not on {request.device_type}"
         if request.dtype not in dtypes:
             return f"computes in {' and '.join(map(_short, dtypes))}, not in {_short(request.dtype)}"
         for rule in request.rules:
-            if rule in self.lacks:
+            if rule in self.unsupported_rules:
                 return f"no {RULES[rule]}; flex has"
         head = max(request.head_dim, request.value_dim or 0)
         if head > largest_head:
@@ -149,10 +151,10 @@ class VarlenKernel(ABC):
             return f"{request.num_heads} query heads do not share {request.num_kv_heads} key heads evenly"
         return None
 
-    def device_refusal(self, request: KernelRequest, generations: tuple[int, int | None]) -> str | None:
+    def device_unsupported_reason(self, request: KernelRequest, generations: tuple[int, int | None]) -> str | None:
         """Return why this device cannot serve the request with a kernel for these generations; None if it can."""
         capability = self.device_capability()
-        why = _capability_refusal(capability, generations)
+        why = _capability_reason(capability, generations)
         if capability is None or why:
             return why
         head, value = request.head_dim, request.value_dim or request.head_dim
@@ -178,7 +180,7 @@ class _Result:
             self._merged = part, part_lse
             return
         if self._merged is None:
-            self._merged = self._nothing()
+            self._merged = self._empty_result()
         out, lse = self._merged
         rows = call.queries
         if call.is_first:
@@ -193,10 +195,10 @@ class _Result:
     def get(self) -> tuple[Tensor, Tensor]:
         """Return the merged output and log-sum-exp."""
         if self._merged is None:
-            return self._nothing()
+            return self._empty_result()
         return self._merged
 
-    def _nothing(self) -> tuple[Tensor, Tensor]:
+    def _empty_result(self) -> tuple[Tensor, Tensor]:
         """Return the result over zero keys."""
         q = self._q_BtHD
         B, t, H, _ = q.shape
@@ -235,12 +237,12 @@ class _Gradient:
 
 
 @once_per_table
-def calls_on(slices: Tensor, B: int, device: torch.device, *, distances: bool) -> tuple[VarlenCall, ...]:
+def calls_on(slices: Tensor, B: int, device: torch.device, *, relative_positions: bool) -> tuple[VarlenCall, ...]:
     """Return the calls for a table, with tensors on the device; cached, so only the first layer copies them."""
-    return tuple(call.on_device(B, device) for call in translate(slices, distances=distances))
+    return tuple(call.on_device(B, device) for call in slices_to_calls(slices, relative_positions=relative_positions))
 
 
-def pack(x_Bt: Tensor, rows: Rows) -> Tensor:
+def pack_rows(x_Bt: Tensor, rows: Rows) -> Tensor:
     """Pack rows of a tensor [B, t, …] into [B·n, …]; a view if they are contiguous already."""
     if isinstance(rows, slice):
         return x_Bt[:, rows].flatten(0, 1)
@@ -252,7 +254,11 @@ def _packed_inputs(
 ) -> ThreeTensors:
     """Pack a call's rows and pad heads to these sizes: q [n, H, D], k [m, K, D], v [m, K, V]."""
     D, V = sizes
-    return padded(pack(q_BtHD, call.queries), D), padded(pack(k_BsKD, call.keys), D), padded(pack(v_BsKV, call.keys), V)
+    return (
+        padded(pack_rows(q_BtHD, call.queries), D),
+        padded(pack_rows(k_BsKD, call.keys), D),
+        padded(pack_rows(v_BsKV, call.keys), V),
+    )
 
 
 def padded(x: Tensor, size: int) -> Tensor:
@@ -265,7 +271,7 @@ def padded(x: Tensor, size: int) -> Tensor:
     return x
 
 
-def _capability_refusal(capability: tuple[int, int] | None, generations: tuple[int, int | None]) -> str | None:
+def _capability_reason(capability: tuple[int, int] | None, generations: tuple[int, int | None]) -> str | None:
     """Return why this compute capability (None: no device) is outside the generations; None if it is inside."""
     first, last = generations
     if capability is not None and first <= capability[0] and (last is None or capability[0] <= last):

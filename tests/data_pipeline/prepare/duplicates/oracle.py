@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from data_pipeline.prepare.duplicates.rule import DuplicateRule
+from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import Signer
 
 _ALONE = r"[\u0e01-\u0eff\u1000-\u109f\u1780-\u17ff\u3041-\ua4cf\U0001b000-\U0003ffff]"

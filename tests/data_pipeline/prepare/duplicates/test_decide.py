@@ -14,12 +14,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.prepare.duplicates import groups as groups_module
+from data_pipeline.prepare.duplicates import duplicate_groups as groups_module
 from data_pipeline.prepare.duplicates import signed as corpus_module
 from data_pipeline.prepare.duplicates.decide import Decision, are_held_out, decide, is_held_out
-from data_pipeline.prepare.duplicates.groups import find_copies, find_groups
+from data_pipeline.prepare.duplicates.duplicate_groups import find_copies, find_groups
+from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule, shares_a_band
 from data_pipeline.prepare.duplicates.outcome import save_outcome
-from data_pipeline.prepare.duplicates.rule import DuplicateRule, shares_a_band
 from data_pipeline.prepare.duplicates.signatures import band_keys, similarity
 from data_pipeline.prepare.duplicates.signed import SignedCorpus, SignedPart, SignedRecord, SignedWriter
 from longctx.errors import DataError
@@ -82,7 +82,7 @@ def check(texts: list[str], rule: DuplicateRule, found: Decision) -> None:
     # Similar texts that are compared do not both stay, and do not fall on different sides.
     keys = band_keys(signatures, *rule.bands())
     sides = {number: is_held_out(hash_of(texts[number]), FRACTION) for number in stays}
-    sides.update(zip(found.placed.tolist(), found.is_held_out.tolist(), strict=True))
+    sides.update(zip(found.assigned.tolist(), found.is_held_out.tolist(), strict=True))
     assert set(sides) == set(stays)
     for first in range(len(texts)):
         others = np.arange(first + 1, len(texts))
@@ -113,7 +113,7 @@ def test_a_decision_holds_for_every_pair_and_does_not_depend_on_the_parts(
 
 def arrays(found: Decision) -> list[np.ndarray]:
     removal = found.removal
-    return [removal.documents, removal.kept, removal.is_exact, removal.similarity, found.placed, found.is_held_out]
+    return [removal.documents, removal.kept, removal.is_exact, removal.similarity, found.assigned, found.is_held_out]
 
 
 def test_groups_fall_on_one_side_whether_they_are_kept_or_not(tmp_path: Path):
@@ -124,7 +124,7 @@ def test_groups_fall_on_one_side_whether_they_are_kept_or_not(tmp_path: Path):
     assert not len(found.removal.documents)
     sides = {number: is_held_out(hash_of(text), FRACTION) for number, text in enumerate(texts)}
     before = dict(sides)
-    sides.update(zip(found.placed.tolist(), found.is_held_out.tolist(), strict=True))
+    sides.update(zip(found.assigned.tolist(), found.is_held_out.tolist(), strict=True))
     signatures = sign(texts, together)
     keys = band_keys(signatures, *together.bands())
     crossed = moved = 0
@@ -150,15 +150,15 @@ def test_of_equal_texts_the_first_stays_and_nothing_else_goes(tmp_path: Path):
     assert found.removal.kept.tolist() == [first[texts[number]] for number in expected]
     assert found.removal.is_exact.all()
     assert found.largest_group == max(texts.count(text) for text in texts)
-    assert not len(found.placed)
+    assert not len(found.assigned)
 
 
 def test_texts_whose_hashes_agree_in_64_bits_are_not_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rule = DuplicateRule(kind="exact")
     corpus = signed(tmp_path, ["a", "b", "a", "cc", "b"], rule)
-    facts = np.array(corpus.parts[0].facts)
+    facts = np.array(corpus.parts[0].document_rows)
     facts["low"] = 7
-    monkeypatch.setattr(SignedPart, "facts", property(lambda _: facts))
+    monkeypatch.setattr(SignedPart, "document_rows", property(lambda _: facts))
     assert find_copies(corpus).tolist() == [0, 1, 0, 3, 1]
     facts["high"] = 7
     # And the lengths differ still.
@@ -172,7 +172,7 @@ def test_a_chain_keeps_its_ends(tmp_path: Path):
     rule = DuplicateRule(kind="near", similarity=0.85)
     found = decide(signed(tmp_path, chain, rule), rule, FRACTION)
     assert found.removal.documents.tolist() == [1]
-    assert found.placed.tolist() == [0, 2]
+    assert found.assigned.tolist() == [0, 2]
     assert len(set(found.is_held_out.tolist())) == 1
     assert (found.num_groups, found.largest_group) == (1, 3)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.prepare.duplicates import signatures
-from data_pipeline.prepare.duplicates.rule import DuplicateRule
+from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import Signer, band_keys, similarity
 from data_pipeline.prepare.duplicates.units import unit_hashes
 from tests.data_pipeline.prepare.duplicates.oracle import edited, jaccard, shingles, sign

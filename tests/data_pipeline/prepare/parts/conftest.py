@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.prepare import sources
-from data_pipeline.prepare.build import BuildReport, build_shards
-from data_pipeline.prepare.parts import deal, order
+from data_pipeline.prepare.build_shards import BuildReport, build_shards
+from data_pipeline.prepare.parts import source_parts, worker_messages
 from data_pipeline.prepare.sources import open_source
 from longctx.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ OPTIONS = {"validation_fraction": 0.2, "shard_tokens": 4000}
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the test, parts and pieces are small."""
-    monkeypatch.setattr(deal, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(source_parts, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(sources, "CUT_BYTES", PART_BYTES)
 
 
@@ -77,6 +77,8 @@ def stop_at(function: Callable | None, *, call: int) -> Callable:
 def watch_parts(monkeypatch: pytest.MonkeyPatch, step: str) -> list[int]:
     """The numbers of the parts that ``order``'s step is called for from now on."""
     done: list[int] = []
-    function = getattr(order, step)
-    monkeypatch.setattr(order, step, lambda part, *a, **o: done.append(part.number) or function(part, *a, **o))
+    function = getattr(worker_messages, step)
+    monkeypatch.setattr(
+        worker_messages, step, lambda part, *a, **o: done.append(part.number) or function(part, *a, **o)
+    )
     return done

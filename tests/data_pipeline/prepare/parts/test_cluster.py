@@ -12,49 +12,49 @@ import pytest
 
 from data_pipeline.prepare.parts import node
 from data_pipeline.prepare.parts.cluster import _sweep, _Worker, open_cluster
-from data_pipeline.prepare.parts.deal import Part, deal_parts
-from data_pipeline.prepare.parts.node import Look, NodeWorker, library_versions
-from data_pipeline.prepare.parts.order import Advanced, Failed, Order, Setup
-from data_pipeline.prepare.parts.record import PartRecord
-from data_pipeline.prepare.parts.work import Job, encode_part
-from data_pipeline.prepare.sources import Source
+from data_pipeline.prepare.parts.node import NodeCheck, NodeWorker, library_versions
+from data_pipeline.prepare.parts.part_record import PartRecord
+from data_pipeline.prepare.parts.part_work import EncodeJob, encode_part
+from data_pipeline.prepare.parts.source_parts import SourcePart, split_into_parts
+from data_pipeline.prepare.parts.worker_messages import Advanced, Failed, PartTask, Setup
+from data_pipeline.prepare.sources import TextSource
 from longctx.errors import ClusterError, ConfigError, DataError
 from longctx.tokenizer import Tokenizer
 from tests.data_pipeline.prepare.parts.conftest import content
 
 
 @pytest.fixture
-def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
+def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NodeCheck:
     """A look at a folder that is there."""
-    monkeypatch.setattr(node, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(node, "_VISIBILITY_TIMEOUT_SECONDS", 0.2)
     (tmp_path / "seen-1").write_text("seen-1")
-    return Look(folder=tmp_path, token="seen-1", versions=library_versions())
+    return NodeCheck(folder=tmp_path, token="seen-1", versions=library_versions())
 
 
 class TestLook:
-    def test_a_node_that_sees_the_folder_answers(self, look: Look):
-        assert not look.is_answered("a")
+    def test_a_node_that_sees_the_folder_answers(self, look: NodeCheck):
+        assert not look.has_answer("a")
         assert look.problem("a") is None
-        assert look.is_answered("a")
+        assert look.has_answer("a")
 
-    def test_a_folder_that_is_not_there(self, look: Look):
+    def test_a_folder_that_is_not_there(self, look: NodeCheck):
         problem = replace(look, folder=look.folder / "elsewhere").problem("a")
         assert problem is not None
         assert problem.startswith(f"does not see {look.folder / 'elsewhere'}.")
         assert "--output on a file system that every node mounts" in problem
 
-    def test_another_folder_of_the_same_name(self, look: Look):
+    def test_another_folder_of_the_same_name(self, look: NodeCheck):
         (look.folder / look.token).write_text("seen-2")
         assert "does not see" in str(look.problem("a"))
 
-    def test_a_folder_that_may_only_be_read(self, look: Look, monkeypatch: pytest.MonkeyPatch):
+    def test_a_folder_that_may_only_be_read(self, look: NodeCheck, monkeypatch: pytest.MonkeyPatch):
         def refuse(path: Path, content: bytes) -> None:
             raise OSError(30, "Read-only file system")
 
         monkeypatch.setattr(node, "write_synced", refuse)
         assert str(look.problem("a")).startswith(f"cannot write to {look.folder} (Read-only file system).")
 
-    def test_another_version_of_a_library(self, look: Look):
+    def test_another_version_of_a_library(self, look: NodeCheck):
         other = replace(look, versions=dict(look.versions) | {"pyarrow": "1.0"})
         assert "has pyarrow" in str(other.problem("a"))
         assert "here it is 1.0: shards could differ.\nInstall the same." in str(other.problem("a"))
@@ -62,16 +62,18 @@ class TestLook:
 
 class TestNodeWorker:
     @pytest.fixture
-    def job(self, source: Source) -> Job:
-        return Job(read_as=source.read_as, validation_fraction=0.2, shard_tokens=20_000, exact=False)
+    def job(self, source: TextSource) -> EncodeJob:
+        return EncodeJob(read_as=source.read_as, validation_fraction=0.2, shard_tokens=20_000, exact=False)
 
     @pytest.fixture
-    def part(self, source: Source) -> Part:
-        return deal_parts(source.pieces(), 1 << 30)[0]
+    def part(self, source: TextSource) -> SourcePart:
+        return split_into_parts(source.pieces(), 1 << 30)[0]
 
-    def test_its_stream_ends_in_the_record(self, job: Job, part: Part, tokenizer: Tokenizer, tmp_path: Path):
+    def test_its_stream_ends_in_the_record(
+        self, job: EncodeJob, part: SourcePart, tokenizer: Tokenizer, tmp_path: Path
+    ):
         worker = NodeWorker(Setup.of(job, tokenizer, threads=1))
-        *before, record = worker.carry_out(Order(part=part, folder=tmp_path / "there"))
+        *before, record = worker.carry_out(PartTask(part=part, folder=tmp_path / "there"))
         assert before
         assert all(isinstance(report, Advanced) for report in before)
         assert isinstance(record, PartRecord)
@@ -79,25 +81,25 @@ class TestNodeWorker:
         assert record == here
         assert content(tmp_path / "there") == content(tmp_path / "here")
 
-    def test_its_errors_are_reports(self, job: Job, part: Part, tokenizer: Tokenizer, tmp_path: Path):
+    def test_its_errors_are_reports(self, job: EncodeJob, part: SourcePart, tokenizer: Tokenizer, tmp_path: Path):
         first = part.pieces[0]
         gone = replace(first.file, path=tmp_path / "gone.py")
         worker = NodeWorker(Setup.of(job, tokenizer, threads=1))
-        order = Order(part=replace(part, pieces=(replace(first, file=gone),)), folder=tmp_path / "out")
+        order = PartTask(part=replace(part, pieces=(replace(first, file=gone),)), folder=tmp_path / "out")
         (report,) = worker.carry_out(order)
         assert isinstance(report, Failed)
         with pytest.raises(DataError, match=r"gone.py cannot be read \(No such file(.|\n)*Seen by process 7 on a\.$"):
-            report.at("process 7 on a").raise_here(part)
+            report.at("process 7 on a").reraise(part)
         with pytest.raises(RuntimeError, match="failed in its worker"):
-            Failed.of(ZeroDivisionError()).at("process 7 on a").raise_here(part)
+            Failed.of(ZeroDivisionError()).at("process 7 on a").reraise(part)
 
 
-def test_each_attempt_at_a_part_has_a_folder_of_its_own(look: Look, source: Source, tmp_path: Path):
+def test_each_attempt_at_a_part_has_a_folder_of_its_own(look: NodeCheck, source: TextSource, tmp_path: Path):
     """A worker that was taken for lost writes on, while another one makes the same part."""
-    sent: list[Order] = []
+    sent: list[PartTask] = []
     carry_out = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=sent.append))
-    handle = SimpleNamespace(look=SimpleNamespace(remote=lambda *arguments: None), carry_out=carry_out)
-    order = Order(part=deal_parts(source.pieces(), 1 << 30)[0], folder=tmp_path / "parts" / "00003")
+    handle = SimpleNamespace(check_node=SimpleNamespace(remote=lambda *arguments: None), carry_out=carry_out)
+    order = PartTask(part=split_into_parts(source.pieces(), 1 << 30)[0], folder=tmp_path / "parts" / "00003")
     workers = [_Worker(None, handle, look, name) for name in "ab"]
     for worker in workers:
         worker.begin(order)

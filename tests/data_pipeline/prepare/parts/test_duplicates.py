@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.inspect import describe, verify
-from data_pipeline.prepare.build import BuildReport, build_shards
+from data_pipeline.inspect import describe, find_problems
+from data_pipeline.prepare.build_shards import BuildReport, build_shards
+from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule
 from data_pipeline.prepare.duplicates.outcome import DUPLICATES_FILE
-from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import similarity
-from data_pipeline.prepare.parts import engine, order
+from data_pipeline.prepare.parts import build_engine, worker_messages
 from data_pipeline.prepare.parts.staging import staging_folder
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
@@ -77,7 +77,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(build: Build, expected
     report = build(tmp_path / "out", 2)
     assert report.parts > 3
     assert content(tmp_path / "out") == expected
-    assert verify(tmp_path / "out") == []
+    assert find_problems(tmp_path / "out") == []
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     again = build(tmp_path / "out")
     assert again.up_to_date
@@ -175,11 +175,11 @@ class TestGoingOn:
     ):
         with monkeypatch.context() as patch:
             if moment == "sign":
-                patch.setattr(order, "sign_part", stop_at(order.sign_part, call=3))
+                patch.setattr(worker_messages, "sign_part", stop_at(worker_messages.sign_part, call=3))
             elif moment == "decide":
-                patch.setattr(engine, "save_outcome", stop_at(None, call=1))
+                patch.setattr(build_engine, "save_outcome", stop_at(None, call=1))
             elif moment == "encode":
-                patch.setattr(order, "encode_part", stop_at(order.encode_part, call=3))
+                patch.setattr(worker_messages, "encode_part", stop_at(worker_messages.encode_part, call=3))
             else:
                 patch.setattr("data_pipeline.prepare.parts.staging.Staging.publish", stop_at(None, call=1))
             with pytest.raises(Stop):
@@ -204,7 +204,7 @@ class TestGoingOn:
     ):
         step, call = ("sign_part", 3) if harm == "signature" else ("encode_part", 2)
         with monkeypatch.context() as patch:
-            patch.setattr(order, step, stop_at(getattr(order, step), call=call))
+            patch.setattr(worker_messages, step, stop_at(getattr(worker_messages, step), call=call))
             with pytest.raises(Stop):
                 build(tmp_path / "out")
         folder = staging_folder(tmp_path / "out")
@@ -229,14 +229,14 @@ class TestGoingOn:
         letter: bytes,
     ):
         corpus = Path(shutil.copytree(repeated, tmp_path / "corpus"))
-        save = engine.save_outcome
+        save = build_engine.save_outcome
 
         def change(*arguments):
             path = corpus / changed
             path.write_bytes(path.read_bytes().translate(bytes.maketrans(b"a", letter)))
             return save(*arguments)
 
-        monkeypatch.setattr(engine, "save_outcome", change)
+        monkeypatch.setattr(build_engine, "save_outcome", change)
         with pytest.raises(DataError, match=r"changed while the build read it.*\nBuild again with --overwrite"):
             build_shards(open_source(corpus), tokenizer, tmp_path / "out", workers=1, duplicates=NEAR, **OPTIONS)
         assert not (tmp_path / "out").exists()
@@ -245,6 +245,6 @@ class TestGoingOn:
 def test_verify_knows_the_list(expected: dict[str, bytes], expected_folder: Path, tmp_path: Path):
     folder = Path(shutil.copytree(expected_folder, tmp_path / "copy"))
     flip_a_byte(folder / DUPLICATES_FILE)
-    assert verify(folder) == [f"{folder / DUPLICATES_FILE} was changed after it was written."]
+    assert find_problems(folder) == [f"{folder / DUPLICATES_FILE} was changed after it was written."]
     (folder / DUPLICATES_FILE).unlink()
-    assert verify(folder) == [f"{folder / DUPLICATES_FILE} is missing."]
+    assert find_problems(folder) == [f"{folder / DUPLICATES_FILE} is missing."]

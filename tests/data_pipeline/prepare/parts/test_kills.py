@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data_pipeline.prepare.build import build_shards
-from data_pipeline.prepare.parts import deal
-from data_pipeline.prepare.parts.record import RECORD_FILE
+from data_pipeline.prepare.build_shards import build_shards
+from data_pipeline.prepare.parts import source_parts
+from data_pipeline.prepare.parts.part_record import RECORD_FILE
 from data_pipeline.prepare.parts.staging import staging_folder
 from data_pipeline.prepare.sources import open_source
 from longctx.tokenizer import Tokenizer
@@ -32,8 +32,8 @@ PARTS = 12
 # The command itself, with parts that a test has time for.
 SCRIPT = f"""
 import sys
-from data_pipeline.prepare.parts import deal
-deal.PART_BYTES = {PART_BYTES}
+from data_pipeline.prepare.parts import source_parts
+source_parts.PART_BYTES = {PART_BYTES}
 from launcher.cli import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -63,7 +63,7 @@ def write_parts(corpus: Path, folder: Path) -> None:
 def undisturbed(large: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     output = tmp_path_factory.mktemp("undisturbed") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deal, "PART_BYTES", PART_BYTES)
+        patch.setattr(source_parts, "PART_BYTES", PART_BYTES)
         build_shards(open_source(large), tokenizer, output, workers=1, shard_tokens=20_000, validation_fraction=0.3)
     return content(output)
 

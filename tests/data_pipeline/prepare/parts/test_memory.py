@@ -17,7 +17,7 @@ from tests.helpers import REPOSITORY
 WRITE = """
 import sys
 import numpy as np
-from data_pipeline.shards.writer import EncodedDocument, ShardWriter
+from data_pipeline.shards.shard_writer import EncodedDocument, ShardWriter
 tokens = np.arange(int(sys.argv[2]), dtype=np.uint16) % 700
 writer = ShardWriter(Path(sys.argv[1]), vocab_size=700)
 begin()
@@ -29,8 +29,8 @@ print(growth())
 
 BUILD = """
 import sys
-from data_pipeline.prepare.parts import deal
-deal.PART_BYTES = 16_500_000
+from data_pipeline.prepare.parts import source_parts
+source_parts.PART_BYTES = 16_500_000
 from launcher.cli import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.inspect import verify
-from data_pipeline.prepare.build import build_shards
-from data_pipeline.prepare.duplicates.decide import SPLIT_SALT
-from data_pipeline.prepare.encode import encode_documents
+from data_pipeline.inspect import find_problems
+from data_pipeline.prepare.build_shards import build_shards
+from data_pipeline.prepare.duplicates.decide import SPLIT_SEED_TAG
+from data_pipeline.prepare.encode_texts import encode_documents
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOutFile, read_left_out
-from data_pipeline.prepare.parts import order, staging
-from data_pipeline.prepare.parts.record import RECORD_FILE, PartRecord
+from data_pipeline.prepare.parts import staging, worker_messages
+from data_pipeline.prepare.parts.part_record import RECORD_FILE, PartRecord
 from data_pipeline.prepare.parts.staging import Staging, open_staging, staging_folder
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.writer import ShardWriter
+from data_pipeline.shards.shard_writer import ShardWriter
 from data_pipeline.shuffle import falls_below
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
@@ -28,14 +28,14 @@ from tests.launcher.cli.calls import flip_a_byte
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     """Ctrl-C before the part of this number."""
-    encode = order.encode_part
+    encode = worker_messages.encode_part
 
     def interrupted(part, *arguments, **options):
         if part.number == parts:
             raise KeyboardInterrupt
         return encode(part, *arguments, **options)
 
-    monkeypatch.setattr(order, "encode_part", interrupted)
+    monkeypatch.setattr(worker_messages, "encode_part", interrupted)
 
 
 @pytest.mark.few(1)
@@ -46,7 +46,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
     report = build(tmp_path / "out", workers)
     assert report.parts > 10
     assert content(tmp_path / "out") == expected
-    assert verify(tmp_path / "out") == []
+    assert find_problems(tmp_path / "out") == []
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -83,7 +83,7 @@ def test_one_part_gives_what_one_writer_gives(mixed: Path, tokenizer: Tokenizer,
     }
     left_out = LeftOutFile(plain)
     for encoded, _ in encode_documents(source.read(left_out.add), tokenizer):
-        is_held_out = falls_below(encoded.hash, OPTIONS["validation_fraction"], SPLIT_SALT)
+        is_held_out = falls_below(encoded.hash, OPTIONS["validation_fraction"], SPLIT_SEED_TAG)
         writers["validation" if is_held_out else "training"].add(encoded)
     listed = {"training": left_out.close(), "validation": ""}
     for split, writer in writers.items():

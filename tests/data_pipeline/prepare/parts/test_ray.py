@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 import pytest
 
-from data_pipeline.prepare.build import build_shards
-from data_pipeline.prepare.duplicates.rule import DuplicateRule
-from data_pipeline.prepare.parts import deal
+from data_pipeline.prepare.build_shards import build_shards
+from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule
+from data_pipeline.prepare.parts import source_parts
 from data_pipeline.prepare.parts.staging import staging_folder
 from data_pipeline.prepare.sources import open_source
 from longctx.tokenizer import Tokenizer
@@ -108,7 +108,7 @@ def large(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built_here(large: Path, tokenizer: Tokenizer, output: Path, **options) -> dict[str, bytes]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deal, "PART_BYTES", PART_BYTES)
+        patch.setattr(source_parts, "PART_BYTES", PART_BYTES)
         build_shards(open_source(large), tokenizer, output, workers=1, **OPTIONS, **options)
     return content(output)
 

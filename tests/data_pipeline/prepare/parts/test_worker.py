@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.build_shards import build_shards
 from data_pipeline.prepare.sources import open_source
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from tests.data_pipeline.prepare.parts.conftest import OPTIONS, content
@@ -18,11 +18,11 @@ from tests.longctx.conversion.tiny_tokenizer import train_tokenizer
 
 SCRIPT = """
 import sys
-from data_pipeline.prepare.build import build_shards
-from data_pipeline.prepare.parts import deal
+from data_pipeline.prepare.build_shards import build_shards
+from data_pipeline.prepare.parts import source_parts
 from data_pipeline.prepare.sources import open_source
 from longctx.tokenizer import load_tokenizer
-deal.PART_BYTES = 30_000
+source_parts.PART_BYTES = 30_000
 print("once")
 source, model, output = sys.argv[1:]
 build_shards(open_source(source), load_tokenizer(model), output, workers=2, shard_tokens=4000)

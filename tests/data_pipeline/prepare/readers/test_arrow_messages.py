@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_pipeline.prepare.readers import arrow_messages
-from data_pipeline.prepare.readers.arrow_messages import CheckedMessages
+from data_pipeline.prepare.readers.arrow_messages import BoundedMessages
 from data_pipeline.prepare.sources import open_source
 from longctx.errors import DataError
 
@@ -52,7 +52,7 @@ def test_what_arrow_writes_passes_as_it_is(kind: str, options: str, tmp_path: Pa
     for new in (pa.ipc.new_stream, pa.ipc.new_file):
         content = written(column, OPTIONS[options], new)
         if new is pa.ipc.new_stream:
-            stream, copy = CheckedMessages(io.BytesIO(content), len(content)), b""
+            stream, copy = BoundedMessages(io.BytesIO(content), len(content)), b""
             while piece := stream.read(len(copy) % 13 + 1):
                 copy += piece
             assert copy == content
@@ -68,7 +68,7 @@ def test_what_the_buffers_of_a_batch_become_is_their_sum(monkeypatch: pytest.Mon
     monkeypatch.setattr(arrow_messages, "check_block", lambda size, num_bytes: sums.append(size))
     column = pa.array(["a" * 100_000] * 5)
     content = written(column, OPTIONS["zstd"])
-    with pa.ipc.open_stream(CheckedMessages(io.BytesIO(content), len(content))) as stream:
+    with pa.ipc.open_stream(BoundedMessages(io.BytesIO(content), len(content))) as stream:
         assert stream.read_all().num_rows == 15
     assert all(500_000 < size < 501_000 for size in sums if size)
     assert sum(size > 0 for size in sums) == 3

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 
 from data_pipeline.prepare.joining import Join
 from data_pipeline.prepare.readers import nested
-from data_pipeline.prepare.readers.text import UNNAMED_JSON
-from data_pipeline.prepare.sources import Source, open_source
-from longctx.chat.conversation import Conversation, conversation_of, kind_of, spoken
+from data_pipeline.prepare.readers.plain_text import JSON_WITHOUT_SUFFIX
+from data_pipeline.prepare.sources import TextSource, open_source
+from longctx.chat.conversation import Conversation, conversation_of, conversation_text, kind_of
 from longctx.errors import DataError
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
@@ -112,12 +112,12 @@ FORMATS: dict[str, Callable[[Sequence[Any]], bytes]] = {
 }
 
 
-def source_of(folder: Path, records: Sequence[Any], ending: str = "jsonl", **options: Any) -> Source:
+def source_of(folder: Path, records: Sequence[Any], ending: str = "jsonl", **options: Any) -> TextSource:
     (folder / f"chats.{ending}").write_bytes(FORMATS[ending](records))
     return open_source(folder, **options)
 
 
-def conversations(source: Source) -> list[Conversation]:
+def conversations(source: TextSource) -> list[Conversation]:
     found = [document.conversation for document in source]
     assert None not in found
     return found  # type: ignore[return-value]
@@ -241,7 +241,7 @@ class TestSpoken:
     def test_roles_texts_reasoning_and_calls(self, tmp_path: Path):
         document = list(source_of(tmp_path, CHATS))[1]
         assert document.conversation is not None
-        assert document.text == spoken(document.conversation)
+        assert document.text == conversation_text(document.conversation)
         call = json.dumps([CALL], sort_keys=True)
         assert document.text.startswith(
             f'system\nBe brief.\ndeveloper\nReally.\nuser\n1 + 2?\nassistant\n\n"a sum"\n{call}'
@@ -467,7 +467,7 @@ class TestRecognition:
         (tmp_path / "good.jsonl").write_bytes(lines(records * 9))
         source = open_source(tmp_path)
         assert len(list(source)) == 9 * len(records)
-        assert source.skipped == {UNNAMED_JSON: 1}
+        assert source.skipped == {JSON_WITHOUT_SUFFIX: 1}
 
     def test_json_that_is_not_named_so_and_long(self, tmp_path: Path):
         chat = {"messages": [{"role": "user", "content": "x" * (3 << 20)}]}
@@ -542,6 +542,6 @@ def test_a_prompt_may_be_messages_in_a_cell(tmp_path):
 def test_what_is_said_is_not_the_same_with_other_tools_or_weights():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     others = [{}, {"tools": [{"type": "function", "function": {"name": "f"}}]}]
-    texts = {spoken(conversation_of({"messages": messages, **other}, "messages")) for other in others}
-    texts.add(spoken(conversation_of({"messages": [messages[0], {**messages[1], "weight": 0}]}, "messages")))
+    texts = {conversation_text(conversation_of({"messages": messages, **other}, "messages")) for other in others}
+    texts.add(conversation_text(conversation_of({"messages": [messages[0], {**messages[1], "weight": 0}]}, "messages")))
     assert len(texts) == 3

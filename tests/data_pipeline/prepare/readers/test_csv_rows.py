@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.prepare.documents import Skip
+from data_pipeline.prepare.source_items import Skip
 from data_pipeline.prepare.sources import open_source
 from longctx.errors import DataError
 

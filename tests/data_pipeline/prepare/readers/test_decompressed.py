@@ -18,9 +18,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.prepare.documents import DamageError
 from data_pipeline.prepare.readers import decompressed
 from data_pipeline.prepare.readers.decompressed import Decompressed
+from data_pipeline.prepare.source_items import FileContentError
 from data_pipeline.prepare.sources import open_source
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
@@ -72,9 +72,9 @@ def read_all(content: bytes, compression: str, size: int) -> tuple[bytes, bool]:
     try:
         while piece := stream.read(size):
             output += piece
-    except DamageError:
+    except FileContentError:
         # Whoever asks again is told again.
-        with pytest.raises(DamageError):
+        with pytest.raises(FileContentError):
             stream.read(size)
         return output, True
     return output, False

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_pipeline.prepare.documents import DamageError
-from data_pipeline.prepare.readers.parquet_pages import DICTIONARY, longest_row, read_pages
+from data_pipeline.prepare.readers.parquet_pages import DICTIONARY, max_row_bytes, read_pages
+from data_pipeline.prepare.source_items import FileContentError
 from data_pipeline.prepare.sources import open_source
 from tests.helpers import REPOSITORY
 
@@ -68,7 +68,7 @@ def test_the_pages_of_a_column_are_all_of_it(codec: str, encoding: str, tmp_path
                 bodies = sum(page.compressed_bytes for page in pages)
                 assert bodies < column.total_compressed_size <= bodies + 400 * len(pages)
                 raw.seek(5)
-                assert 0 < longest_row(raw, column) <= column.total_uncompressed_size
+                assert 0 < max_row_bytes(raw, column) <= column.total_uncompressed_size
                 assert raw.tell() == 5
         (tmp_path / "a.parquet").write_bytes(content)
         texts = [document.text for document in open_source(tmp_path, strict=True)]
@@ -80,7 +80,7 @@ def test_a_text_that_begins_as_the_one_before_it_counts_as_its_page():
     table = pa.table({"text": ["a" * (1 << 20) + "b" * number for number in range(200)]})
     pq.write_table(table, out, use_dictionary=False, column_encoding={"text": "DELTA_BYTE_ARRAY"})
     column = pq.ParquetFile(out).metadata.row_group(0).column(0)
-    assert 1 << 20 <= longest_row(out, column) < 2 << 20
+    assert 1 << 20 <= max_row_bytes(out, column) < 2 << 20
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ def test_a_header_that_lies_is_damage(header: str, said: str):
 
     raw = io.BytesIO(b"PAR1" + bytes.fromhex(header) + b"x")
     if not said:
-        assert longest_row(raw, Column) == 1  # type: ignore[arg-type]
+        assert max_row_bytes(raw, Column) == 1  # type: ignore[arg-type]
         return
-    with pytest.raises(DamageError, match=said):
-        longest_row(raw, Column)  # type: ignore[arg-type]
+    with pytest.raises(FileContentError, match=said):
+        max_row_bytes(raw, Column)  # type: ignore[arg-type]
 
 
 def test_a_header_may_hold_long_texts():
-    from data_pipeline.prepare.readers.tables import _batch_rows
+    from data_pipeline.prepare.readers.table_rows import _batch_rows
 
     out = io.BytesIO()
     pq.write_table(pa.table({"text": ["a" * 100_000, "b" * 100_000]}), out, use_dictionary=False, compression="none")
@@ -126,16 +126,16 @@ def test_a_header_may_hold_long_texts():
     class Column:
         data_page_offset, dictionary_page_offset, num_values, total_compressed_size = 0, None, 1, len(page)
 
-    assert longest_row(io.BytesIO(page), Column) == 1  # type: ignore[arg-type]
+    assert max_row_bytes(io.BytesIO(page), Column) == 1  # type: ignore[arg-type]
     assert _batch_rows(io.BytesIO(content), pq.ParquetFile(out), 0, ["text"]) == 256
 
 
 FLIP = """
 import io, sys
 from pathlib import Path
-from data_pipeline.prepare.readers.cut import hash_and_cut
-from data_pipeline.prepare.documents import File
-from data_pipeline.prepare.documents import find_format
+from data_pipeline.prepare.readers.file_pieces import hash_and_cut
+from data_pipeline.prepare.source_items import File
+from data_pipeline.prepare.source_items import find_format
 from data_pipeline.prepare.sources import open_source
 from tests.helpers import REPOSITORY
 from longctx.errors import DataError

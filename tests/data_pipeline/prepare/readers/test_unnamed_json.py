@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.prepare.joining import Join
-from data_pipeline.prepare.readers.text import UNNAMED_JSON, find_records
+from data_pipeline.prepare.readers.plain_text import JSON_WITHOUT_SUFFIX, find_records
 from data_pipeline.prepare.sources import open_source
 from longctx.errors import DataError
 
@@ -34,11 +34,14 @@ def test_it_is_left_out_with_the_options_to_type(name: str, tmp_path: Path):
     (tmp_path / "good.txt").write_text("good " * 100)
     source = open_source(tmp_path)
     assert [document.text for document in source] == ["good " * 100]
-    assert source.skipped == {UNNAMED_JSON: 1}
-    assert f"{name} (--as-json {name} reads its records, --as-text {name}" in source.left_out.examples[UNNAMED_JSON][0]
+    assert source.skipped == {JSON_WITHOUT_SUFFIX: 1}
+    assert (
+        f"{name} (--as-json {name} reads its records, --as-text {name}"
+        in source.left_out.examples[JSON_WITHOUT_SUFFIX][0]
+    )
     assert {"first", "second"} < set(texts(tmp_path, as_json=[name]))
     assert LINES.decode() in texts(tmp_path, as_text=[name])
-    with pytest.raises(DataError, match=rf"{re.escape(name)}: {UNNAMED_JSON} \(--as-json"):
+    with pytest.raises(DataError, match=rf"{re.escape(name)}: {JSON_WITHOUT_SUFFIX} \(--as-json"):
         open_source(tmp_path, strict=True)
 
 
@@ -65,7 +68,7 @@ def test_a_few_files_are_left_out_and_most_of_a_source_is_an_error(tmp_path: Pat
     (tmp_path / "book.txt").write_text("word " * 1000)
     source = open_source(tmp_path)
     assert len(list(source)) == 1
-    assert source.skipped == {UNNAMED_JSON: 4}
+    assert source.skipped == {JSON_WITHOUT_SUFFIX: 4}
 
 
 def test_how_files_are_read_is_part_of_the_fingerprint(tmp_path: Path):
@@ -78,7 +81,7 @@ def test_files_that_are_joined_are_asked_about_too(tmp_path: Path):
     (tmp_path / "b.txt").write_bytes(LINES)
     source = open_source(tmp_path, join=Join())
     assert [document.text for document in source] == ["text " * 50]
-    assert source.skipped == {UNNAMED_JSON: 1}
+    assert source.skipped == {JSON_WITHOUT_SUFFIX: 1}
 
 
 @pytest.mark.parametrize(

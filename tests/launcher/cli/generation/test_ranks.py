@@ -98,7 +98,7 @@ def check_all(cases: list[Written]) -> None:
 
 def type_in(words: list[str]) -> tuple[int, str, str]:
     """Exit code and output of this rank, as the script has them."""
-    from launcher.cli.verbs import main_over_ranks
+    from launcher.cli.cli_commands import main_over_ranks
     from launcher.cluster import exit as ending
 
     # Another rank leaves the report to rank 0, and there is no launcher here that ends them all.
@@ -128,7 +128,7 @@ def test_bad_input_is_one_screen_and_the_same_code_on_all_ranks(run, prompts_fil
 
 
 def check_refusals(cases: list[tuple[list[str], str]]) -> None:
-    import launcher.generation.run as module
+    import launcher.generation.generation_run as module
 
     module.build_decoder = lambda *_: pytest.fail("the model was loaded")
     for words, said in cases:
@@ -150,7 +150,7 @@ def mesh(*, data: int = 1) -> Mesh:
 
 
 def test_prompts_come_in_their_order_as_soon_as_they_can():
-    from launcher.generation.run import Shares
+    from launcher.generation.generation_run import Shares
 
     shares = Shares(mesh(), [1] * 4)
     taken: list[int] = []
@@ -172,7 +172,7 @@ def test_groups_that_end_in_any_order_and_one_that_fails(tmp_path):
 
 
 def take_turns() -> None:
-    from launcher.generation.run import Shares
+    from launcher.generation.generation_run import Shares
 
     rank = dist.get_rank()
     groups = Mesh.build(context=1)

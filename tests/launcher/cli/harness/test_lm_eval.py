@@ -73,7 +73,7 @@ def theirs(world: Path, run: Path):
 
 @pytest.fixture(scope="session")
 def ours(run: Path):
-    from launcher.evaluation.harness.model import LongctxLM
+    from launcher.evaluation.harness.lm_eval_model import LongctxLM
 
     return LongctxLM(checkpoint=str(run), batch_size=3)
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.evaluation.harness.ranks import Ranks
-from launcher.evaluation.harness.requests import Encoder, generation_of
+from launcher.evaluation.harness.request_encoder import Encoder, generation_of
+from launcher.evaluation.harness.request_server import Ranks
 from launcher.evaluation.harness.settings import Settings
 from longctx.errors import ConfigError, LongCtxError
-from longctx.generation.load import load_model
+from longctx.generation.load_decoder import load_model
 from longctx.generation.loop import generate
-from longctx.generation.scoring import Pair, Score, score_behind
+from longctx.generation.scoring import Pair, Score, score_after_context
 from longctx.tokenizer import load_tokenizer
 from tests.helpers import run_distributed
 
@@ -57,11 +57,11 @@ def test_scores_and_texts_are_the_models(run, alone):
     tokenizer = load_tokenizer(run / "checkpoints/step_000100")
     pairs, prompts = requests(Encoder(tokenizer))
     for pair, score in zip(pairs, scores, strict=True):
-        (wanted,) = score_behind(model, pair.context, [pair.continuation])
+        (wanted,) = score_after_context(model, pair.context, [pair.continuation])
         assert score.is_greedy == wanted.is_greedy
         assert score.log_likelihood == pytest.approx(wanted.log_likelihood, abs=1e-4)
     for (_, ids), text in zip(prompts, texts[0], strict=True):
-        whole = tokenizer.decode(generate(model, ids, 9, stop_ids=tokenizer.special.stops))
+        whole = tokenizer.decode(generate(model, ids, 9, stop_ids=tokenizer.special.stop_ids))
         assert text == whole.split("\n\n")[0]
     # The same prompt twice: greedy texts are the same, sampled ones are not.
     assert texts[0][2] == texts[0][3]

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.evaluation.harness.batches import by_context, deal_by_cost, packs, portions
-from launcher.evaluation.harness.chats import Chats
-from launcher.evaluation.harness.requests import Encoder, Generation, check_lengths, generation_of
-from launcher.evaluation.harness.settings import Settings, device_wish
+from launcher.evaluation.harness.chat_renderer import ChatRenderer
+from launcher.evaluation.harness.request_batches import assign_by_cost, by_context, packs, portions
+from launcher.evaluation.harness.request_encoder import Encoder, GenerationRequest, check_request_lengths, generation_of
+from launcher.evaluation.harness.settings import Settings, parse_device
 from longctx.chat.template import TemplateError
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.generation.beams import Beams
 from longctx.generation.penalties import Penalties
-from longctx.generation.sampling import Greedy, Sample
+from longctx.generation.sampling import Greedy, Sampling
 from longctx.generation.scoring import Pair
 from longctx.tokenizer import load_tokenizer
 from tests.longctx.chat.templates import START, STOP, STRICT, chat_tokenizer
@@ -95,11 +95,11 @@ def test_a_tokenizer_without_begin_takes_its_end():
 
 
 def test_what_is_too_long_is_refused_with_what_works():
-    check_lengths([3, 8], 8, "the longest takes", "")
+    check_request_lengths([3, 8], 8, "the longest takes", "")
     with pytest.raises(
         ConfigError, match=r"2 of 3 requests do not fit: the longest takes 1,200 tokens.*Nothing is cut"
     ) as said:
-        check_lengths([3, 9, 1200], 8, "the longest takes", "Try fewer.")
+        check_request_lengths([3, 9, 1200], 8, "the longest takes", "Try fewer.")
     assert str(said.value).endswith("Try fewer.")
 
 
@@ -107,8 +107,8 @@ OPTIONS = [
     ({}, Greedy(), 256, ()),
     ({"until": "\n", "max_gen_toks": 7, "do_sample": False, "temperature": 0.0}, Greedy(), 7, ("\n",)),
     ({"until": ["a", "b", "a"], "max_new_tokens": 9, "top_p": 0.5}, Greedy(), 9, ("a", "b")),
-    ({"temperature": 0.5, "top_k": 3}, Sample(temperature=0.5, top_k=3), 256, ()),
-    ({"do_sample": True, "temperature": 1.0, "min_p": 0.1}, Sample(min_p=0.1), 256, ()),
+    ({"temperature": 0.5, "top_k": 3}, Sampling(temperature=0.5, top_k=3), 256, ()),
+    ({"do_sample": True, "temperature": 1.0, "min_p": 0.1}, Sampling(min_p=0.1), 256, ()),
     ({"temperature": 0.5, "do_sample": False}, Greedy(), 256, ()),
     ({"num_beams": 3, "length_penalty": 0.0}, Beams(num_beams=3, length_penalty=0.0), 256, ()),
 ]
@@ -116,7 +116,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("options", "strategy", "count", "until"), OPTIONS, ids=[str(case[0]) for case in OPTIONS])
 def test_options_of_generation(options, strategy, count, until):
-    wanted = Generation(max_new_tokens=count, until=until, strategy=strategy, penalties=Penalties())
+    wanted = GenerationRequest(max_new_tokens=count, until=until, strategy=strategy, penalties=Penalties())
     assert generation_of(options) == wanted
 
 
@@ -141,8 +141,8 @@ def test_model_args():
     assert Settings(checkpoint=Path(), max_length=32).limit(small) == 32
     assert Settings(checkpoint=Path(), max_length=99, beyond_positions=True).limit(small) == 99
     for cpu in ("cpu", "cpu:0"):
-        assert device_wish(cpu) == "cpu"
-    assert (device_wish(None), device_wish("cuda:1")) == ("auto", "cuda")
+        assert parse_device(cpu) == "cpu"
+    assert (parse_device(None), parse_device("cuda:1")) == ("auto", "cuda")
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_batches():
     assert list(portions([], 8)) == packs([], 8) == []
     costs = [random.Random(0).randrange(1, 100) for _ in range(40)]
     for degree in (1, 2, 3, 50):
-        shares = deal_by_cost(costs, degree)
+        shares = assign_by_cost(costs, degree)
         assert sorted(index for share in shares for index in share) == list(range(40))
         totals = [sum(costs[index] for index in share) for share in shares]
         assert max(totals) - min(totals) <= max(costs)
@@ -188,7 +188,7 @@ def test_turns_go_on_where_the_template_leaves_them(tmp_path):
     template = STRICT.replace("{{ message.content }}", "{{ message.content | trim }}")
     for name, own, end in (("kept", STRICT, "An \n"), ("trimmed", template, "An")):
         tokenizer = chat_tokenizer(tmp_path / name, own)
-        chats = Chats(tokenizer, options={"enable_thinking": False})
+        chats = ChatRenderer(tokenizer, options={"enable_thinking": False})
         question, begun = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "An \n"}
         head = f"{START}user\nQ{STOP}\n{START}assistant\n"
         assert chats.render([question], asks=True) == head
@@ -202,7 +202,7 @@ def test_turns_go_on_where_the_template_leaves_them(tmp_path):
         assert encoder.text(head).count(261) == 2
         assert encoder.pair(head, "x").context + encoder.pair(head, "x").continuation == encoder.text(f"{head}x")
     with pytest.raises(ConfigError, match=r"no chat template 'other'\. There are: default"):
-        Chats(tokenizer, "other")
+        ChatRenderer(tokenizer, "other")
 
 
 def test_thoughts_are_not_scored():

@@ -9,12 +9,12 @@ from typing import Any
 
 from launcher.doctor.network.interfaces import Adapter, Interface
 from launcher.doctor.network.nccl import NcclNetwork
-from launcher.doctor.network.survey import HostNetwork, Survey
-from launcher.doctor.session import Session, read_answer
+from launcher.doctor.network.network_probe import HostNetwork, NetworkState
+from launcher.doctor.session import WorkerSession, read_answer
 from longctx.errors import ClusterError
 
 ETH = Interface(name="eth0", addresses=("10.0.0.1",), megabits=25_000, mtu=9000)
-SOCKETS = NcclNetwork(transport="Socket", devices=("eth0",), meets_at="eth0")
+SOCKETS = NcclNetwork(transport="Socket", devices=("eth0",), bootstrap_interface="eth0")
 HCA = Adapter(name="mlx5_0", port=1, is_active=True, link="InfiniBand")
 
 
@@ -34,18 +34,18 @@ def network(number: int, **changes: Any) -> HostNetwork:
     return replace(usual, **changes)
 
 
-def survey_of(*networks: HostNetwork, **changes: Any) -> Survey:
+def survey_of(*networks: HostNetwork, **changes: Any) -> NetworkState:
     """A survey of hosts ``a``, ``b`` and on."""
     names = [chr(ord("a") + index) for index in range(len(networks))]
-    usual = Survey(
+    usual = NetworkState(
         hosts=names,
         networks=dict(zip(names, networks, strict=True)),
-        meeting_place=("10.0.0.1", 29500),
+        rendezvous=("10.0.0.1", 29500),
     )
     return replace(usual, **changes)
 
 
-class Host(Session):
+class Host(WorkerSession):
     """A worker that answers by a table; orders that it heard are in ``heard``."""
 
     def __init__(self, name: str, number: int, **answers: Callable[[dict[str, Any]], Any]) -> None:
@@ -74,7 +74,7 @@ class Host(Session):
         return [""] * len(order["targets"])
 
     def _nccl(self, order: dict[str, Any]) -> Any:
-        said = NcclNetwork(transport="IB", devices=("mlx5_0:1/IB",), meets_at="eth0", was_asked=True)
+        said = NcclNetwork(transport="IB", devices=("mlx5_0:1/IB",), bootstrap_interface="eth0", is_reported=True)
         return {"fault": "", "network": asdict(said)}
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from launcher.doctor.network import nccl
 from launcher.doctor.network.interfaces import Adapter, Interface
-from launcher.doctor.network.nccl import call_nccl, parse_log, would_take
+from launcher.doctor.network.nccl import call_nccl, parse_log, predict_network
 from tests.helpers import run_distributed
 
 # The forms of lines are those of logs that users of NCCL 2.4 to 2.26 have shown in its issues; names are made up.
@@ -64,8 +64,8 @@ node-1:17:21 [0] NCCL INFO Using network AWS Libfabric
 def test_what_nccl_says(log, transport, devices, meets_at):
     network = parse_log(log)
     assert network is not None
-    assert (network.transport, network.devices, network.meets_at) == (transport, devices, meets_at)
-    assert network.was_asked
+    assert (network.transport, network.devices, network.bootstrap_interface) == (transport, devices, meets_at)
+    assert network.is_reported
 
 
 @pytest.mark.parametrize("log", ["", "NCCL version 2.19.3\n", OLD_SOCKETS.partition("Using network")[0]])
@@ -97,8 +97,8 @@ HCA = [
     ],
 )
 def test_interfaces_by_nccl_s_order(names, chosen):
-    network = would_take(names, [], {})
-    assert (network.transport, network.devices, network.was_asked) == ("Socket", chosen, False)
+    network = predict_network(names, [], {})
+    assert (network.transport, network.devices, network.is_reported) == ("Socket", chosen, False)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_interfaces_by_nccl_s_order(names, chosen):
     ],
 )
 def test_interfaces_that_the_user_names(rule, chosen):
-    network = would_take(ALL, [], {"NCCL_SOCKET_IFNAME": rule})
+    network = predict_network(ALL, [], {"NCCL_SOCKET_IFNAME": rule})
     assert network.devices == chosen
     assert network.transport == ("Socket" if chosen else "")
 
@@ -128,8 +128,8 @@ def test_interfaces_that_the_user_names(rule, chosen):
     ],
 )
 def test_adapters_that_are_active_and_named(environment, chosen):
-    network = would_take(ALL, HCA, environment)
-    assert (network.transport, network.devices, network.meets_at) == ("IB", chosen, "ib0")
+    network = predict_network(ALL, HCA, environment)
+    assert (network.transport, network.devices, network.bootstrap_interface) == ("IB", chosen, "ib0")
 
 
 @pytest.mark.parametrize(
@@ -137,12 +137,12 @@ def test_adapters_that_are_active_and_named(environment, chosen):
     [{"NCCL_IB_DISABLE": "1"}, {"NCCL_NET": "Socket"}, {"NCCL_IB_HCA": "=mlx5"}, {"NCCL_IB_HCA": "mlx5_10:1"}],
 )
 def test_adapters_that_are_left_out(environment):
-    assert would_take(ALL, HCA, environment).transport == "Socket"
+    assert predict_network(ALL, HCA, environment).transport == "Socket"
 
 
 def test_no_network():
-    assert would_take([], [], {}).describe() == "no network"
-    assert would_take(ALL, [], {"NCCL_NET": "IB"}).transport == ""
+    assert predict_network([], [], {}).describe() == "no network"
+    assert predict_network(ALL, [], {"NCCL_NET": "IB"}).transport == ""
 
 
 def speaking(*args, **options) -> None:
@@ -173,7 +173,7 @@ def call(start, world_size: int, port: int) -> dict:
 def check_calls(world_size: int, port: int) -> None:
     told = call(speaking, world_size, port)
     assert told["fault"] == ""
-    assert (told["network"]["transport"], told["network"]["was_asked"]) == ("IB", True)
+    assert (told["network"]["transport"], told["network"]["is_reported"]) == ("IB", True)
     if world_size > 1:
         return
     told = call(failing, world_size, port)

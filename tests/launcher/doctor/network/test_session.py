@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from launcher.doctor.network.check import survey_hosts
-from launcher.doctor.session import MARK, Session, close_all
+from launcher.doctor.network.network_check import probe_hosts
+from launcher.doctor.session import MARK, WorkerSession, close_all
 from longctx.errors import ClusterError
 from tests.launcher.doctor.samples import put_ssh
 
 ANY = TypeAdapter(dict[str, Any])
 
 
-def worker(script: str) -> Session:
+def worker(script: str) -> WorkerSession:
     """A Python program in the place of the worker."""
-    return Session("node-01", [sys.executable, "-u", "-c", f"import sys, time\n{script}"])
+    return WorkerSession("node-01", [sys.executable, "-u", "-c", f"import sys, time\n{script}"])
 
 
 @pytest.fixture
-def session(request) -> Iterator[Session]:
+def session(request) -> Iterator[WorkerSession]:
     made = worker(request.param)
     yield made
     made.close()
@@ -73,12 +73,12 @@ def test_a_worker_that_does_not_end_is_ended():
 
 def test_no_ssh_at_all_is_told_of_every_host(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    survey = survey_hosts(["node-01", "node-02"], port=0)
-    assert survey.silent == dict.fromkeys(["node-01", "node-02"], "this machine has no ssh")
+    survey = probe_hosts(["node-01", "node-02"], port=0)
+    assert survey.failures == dict.fromkeys(["node-01", "node-02"], "this machine has no ssh")
 
 
 def test_more_hosts_than_connections_are_a_sample(tmp_path, monkeypatch):
     put_ssh(tmp_path, monkeypatch, "exit 255")
-    monkeypatch.setattr("launcher.doctor.network.check.MOST_HOSTS", 3)
-    survey = survey_hosts([f"node-{number}" for number in range(8)], port=0)
+    monkeypatch.setattr("launcher.doctor.network.network_check.MOST_HOSTS", 3)
+    survey = probe_hosts([f"node-{number}" for number in range(8)], port=0)
     assert survey.hosts == ["node-0", "node-2", "node-5"]

@@ -9,9 +9,9 @@ from time import sleep
 
 import pytest
 
-from launcher.metrics.goodput.account import KINDS, LEAST, Goodput, Median, UsualStep, effective_share, read_goodput
+from launcher.metrics.goodput.account import KINDS, LEAST, ExpectedStep, Goodput, Median, effective_share, read_goodput
 from launcher.metrics.goodput.live import LiveGoodput, RunTime, in_words
-from launcher.metrics.goodput.timeline import TIMELINE_FILE, Clock, Timeline, process_age, read_timeline
+from launcher.metrics.goodput.timeline import TIMELINE_FILE, Timeline, TimelineClock, process_age, read_timeline
 
 DAY = 86400.0
 
@@ -22,11 +22,11 @@ class World:
     def __init__(self) -> None:
         self.now, self.set_by, self.began, self.machine = 1000.0, 0.0, 1000.0, "a"
 
-    def clock(self) -> Clock:
-        return Clock(
+    def clock(self) -> TimelineClock:
+        return TimelineClock(
             monotonic=lambda: self.now,
             wall=lambda: 1.7e9 + self.now + self.set_by,
-            since_boot=lambda: self.now,
+            uptime_seconds=lambda: self.now,
             boot_id=lambda: self.machine,
             age=lambda: self.now - self.began,
         )
@@ -35,7 +35,7 @@ class World:
         """An attempt that has been starting for so long."""
         self.began = self.now
         self.now += starting
-        return Timeline(folder, step=step, clock=self.clock(), beat_seconds=DAY)
+        return Timeline(folder, step=step, clock=self.clock(), heartbeat_seconds=DAY)
 
     def steps(self, timeline: Timeline, *numbers: int, seconds: float = 10.0, between: float = 0.5, **more) -> None:
         for number in numbers:
@@ -177,7 +177,7 @@ def test_first_steps_compile_and_stalls_are_no_training(world, tmp_path):
 
 
 def test_a_step_with_more_work_is_no_stall():
-    usual = UsualStep()
+    usual = ExpectedStep()
     for _ in range(20):
         assert usual.see(10.0, 100.0) == 0.0
     assert usual.see(70.0, 700.0) == 0.0, "it is as fast as the others"
@@ -185,7 +185,7 @@ def test_a_step_with_more_work_is_no_stall():
     assert usual.see(70.0, 0.0) == pytest.approx(60.0), "nobody knows its work"
     assert usual.see(19.0, 100.0) == 0.0, "less than twice"
     # Short steps of a busy machine.
-    usual = UsualStep()
+    usual = ExpectedStep()
     assert [usual.see(seconds, 1.0) for seconds in [0.1] * 20 + [0.9]] == [0.0] * 21
 
 
@@ -213,7 +213,7 @@ def test_a_signs_of_life_say_how_long_a_killed_attempt_lived(world, tmp_path):
 
 
 def test_a_thread_gives_signs_of_life_and_ends(tmp_path):
-    timeline = Timeline(tmp_path, step=0, beat_seconds=0.02)
+    timeline = Timeline(tmp_path, step=0, heartbeat_seconds=0.02)
     while not any(line.get("event") == "alive" for line in read_timeline(tmp_path)):
         pass
     timeline.end("done")
@@ -298,7 +298,7 @@ def test_the_last_words_of_a_run_are_those_of_its_file(tmp_path):
     """Its last save has no step behind it."""
     time = RunTime(tmp_path, step=0)
     time.see({"kind": "train", "step": 1, "step_seconds": 0.001})
-    time.doing("saving")
+    time.begin("saving")
     sleep(0.2)
     told = time.end(failed=False)
     seconds = read_goodput(tmp_path).seconds()

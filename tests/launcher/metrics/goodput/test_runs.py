@@ -14,7 +14,7 @@ from launcher.metrics.goodput.account import Goodput, read_goodput
 from launcher.metrics.goodput.timeline import TIMELINE_FILE, read_timeline
 from launcher.metrics.record import read_metrics
 from launcher.report.page import write_report
-from launcher.supervise.progress import newest_checkpoint
+from launcher.supervise.progress import newest_checkpoint_step
 from tests.launcher.runs import STEPS, flags, supervised
 from tests.launcher.stopping.stopped import LONG, disturbed, send
 from tests.launcher.workers import run, train
@@ -32,7 +32,7 @@ def check_adds_up(folder: Path, wall: float) -> Goodput:
     # Outside one sees the launcher start before the first rank does, and the report be written behind the last step.
     assert goodput.wall <= wall
     last = datetime.fromisoformat(read_metrics(folder)[-1]["time"]).timestamp()
-    assert goodput.wall >= last - goodput.attempts[0].began - 0.1
+    assert goodput.wall >= last - goodput.attempts[0].start_time - 0.1
     return goodput
 
 
@@ -47,7 +47,7 @@ def test_a_rank_is_killed_and_longctx_run_goes_on(shards, tmp_path):
     def is_behind_a_checkpoint() -> bool:
         # So that steps are lost that had been taken.
         steps = [line["step"] for line in read_timeline(folder) if line.get("in") == "step"]
-        return bool(steps) and steps[-1] >= (newest_checkpoint(folder) or STEPS * 100) + 3
+        return bool(steps) and steps[-1] >= (newest_checkpoint_step(folder) or STEPS * 100) + 3
 
     launch.wait_until(is_behind_a_checkpoint, timeout=120)
     launch.ranks()[0].send_signal(signal.SIGKILL)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longctx.kernels.attention.contract import Gradients, RelativeBias, Scores
+from longctx.kernels.attention.kernel_interface import Gradients, RelativeBias, ScoreRules
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 
 SCALE = 0.3
@@ -47,17 +47,17 @@ SLICES = {
 }
 
 
-def rules(num_heads: int, dtype: torch.dtype = torch.float64) -> dict[str, Scores]:
+def rules(num_heads: int, dtype: torch.dtype = torch.float64) -> dict[str, ScoreRules]:
     """Every rule of the scores alone and all together."""
     g = torch.Generator().manual_seed(5)
     table = torch.randn(8, num_heads, generator=g, dtype=torch.float64).to(dtype)
     slopes = torch.rand(num_heads, generator=g)
     return {
-        "plain": Scores(scale=SCALE),
-        "softcap": Scores(scale=SCALE, softcap=1.5),
-        "alibi": Scores(scale=SCALE, alibi_slopes_H=slopes),
-        "bias": Scores(scale=SCALE, relative_bias=RelativeBias(table, max_distance=15)),
-        "all": Scores(
+        "plain": ScoreRules(scale=SCALE),
+        "softcap": ScoreRules(scale=SCALE, softcap=1.5),
+        "alibi": ScoreRules(scale=SCALE, alibi_slopes_H=slopes),
+        "bias": ScoreRules(scale=SCALE, relative_bias=RelativeBias(table, max_distance=15)),
+        "all": ScoreRules(
             scale=SCALE,
             softcap=2.0,
             alibi_slopes_H=slopes,
@@ -125,7 +125,7 @@ def plain_bucket(distance: int, num_buckets: int, max_distance: int, bidirection
     return first + min(exact + int(share * (num_buckets - exact)), num_buckets - 1)
 
 
-def plain_scores(q: Tensor, k: Tensor, scores: Scores, distances: Tensor) -> Tensor:
+def plain_scores(q: Tensor, k: Tensor, scores: ScoreRules, distances: Tensor) -> Tensor:
     """Scores [B, H, i, j] by the definition in the contract."""
     values = torch.einsum("bihd,bjhd->bhij", q, k) * scores.scale
     if scores.softcap is not None:
@@ -143,13 +143,13 @@ def plain_scores(q: Tensor, k: Tensor, scores: Scores, distances: Tensor) -> Ten
 
 
 def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scores: Scores | None = None, distances: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scores: ScoreRules | None = None, distances: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over the marked keys in float64, with autograd; (out, lse)."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = q.double(), k.double().repeat_interleave(groups, 2), v.double().repeat_interleave(groups, 2)
     values = plain_scores(
-        q, k, scores or Scores(scale=SCALE), torch.zeros_like(seen) if distances is None else distances
+        q, k, scores or ScoreRules(scale=SCALE), torch.zeros_like(seen) if distances is None else distances
     )
     values = values.masked_fill(seen == 0, -torch.inf)
     lse = values.logsumexp(-1)
@@ -163,7 +163,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def forward_backward(
-    kernel, tensors: list[Tensor], dout: Tensor, slices: list[AttentionSlice], scores: Scores
+    kernel, tensors: list[Tensor], dout: Tensor, slices: list[AttentionSlice], scores: ScoreRules
 ) -> list[Tensor]:
     """[out, dq, dk, dv] of one kernel; the output is rounded to the inputs' dtype before backward, as a layer does."""
     q, k, v = tensors

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall
-from longctx.kernels.attention.flash.calls import translate as translate_table
+from longctx.kernels.attention.flash.calls import slices_to_calls as translate_table
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from tests.longctx.kernels.attention.kernel_cases import any_slices, band_matrix
 
@@ -72,7 +72,7 @@ slice_lists = st.lists(any_slices(ROWS), max_size=6)
 def test_calls_cover_exactly_the_slices(slices):
     wanted = band_matrix(slices, ROWS, ROWS)
     assert torch.equal(covered(translate(slices)), wanted)
-    assert torch.equal(covered(translate(slices, distances=True)), wanted)
+    assert torch.equal(covered(translate(slices, relative_positions=True)), wanted)
 
 
 @given(slice_lists)
@@ -83,7 +83,7 @@ def test_distances_follow_the_rows(slices):
     for p in slices:
         distance = p.step * (torch.arange(ROWS)[:, None] - torch.arange(ROWS)) + p.offset
         exact += distance * band_matrix([p], ROWS, ROWS)
-    for call in translate(slices, distances=True):
+    for call in translate(slices, relative_positions=True):
         for n, (q, k, visible) in enumerate(sequences(call, ROWS)):
             here = call.steps[n] * (torch.arange(len(q))[:, None] - torch.arange(len(k))) + call.offsets[n]
             found[q[:, None], k] += here * visible

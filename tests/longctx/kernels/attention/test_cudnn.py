@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.flash.cudnn import CudnnKernel, squares_and_rectangles
+from longctx.kernels.attention.kernel_interface import KernelRequest, ScoreRules
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from tests.longctx.kernels.attention import flash_stand_in
 from tests.longctx.kernels.attention.kernel_cases import band_matrix
@@ -60,7 +60,7 @@ def test_a_causal_row_is_one_call_and_a_hop_two():
     ):
         cudnn = kernel()
         q, k = torch.randn(1, 30, 2, 8).bfloat16(), torch.randn(1, 30, 1, 8).bfloat16()
-        cudnn.forward(q, k, k, slice_table(slices), scores=Scores(scale=SCALE))
+        cudnn.forward(q, k, k, slice_table(slices), scores=ScoreRules(scale=SCALE))
         assert cudnn.ops.calls == wanted
 
 
@@ -90,7 +90,7 @@ def test_supports():
 def test_a_window_is_refused_by_the_call_too():
     q, slices = torch.randn(1, 9, 1, 8), slice_table([AttentionSlice(0, 9, 0, 9, 0, 3)])
     with pytest.raises(ConfigError, match="has no window"):
-        kernel().forward(q, q, q, slices, scores=Scores(scale=1.0))
+        kernel().forward(q, q, q, slices, scores=ScoreRules(scale=1.0))
 
 
 @pytest.mark.skipif(torch._C._has_cudnn, reason="says what is missing where it is")
@@ -98,5 +98,5 @@ def test_a_build_without_cudnn_says_so():
     q = torch.randn(1, 9, 1, 8)
     with pytest.raises(ConfigError, match="built without cuDNN"):
         CudnnKernel(capability=HOPPER).forward(
-            q, q, q, slice_table([AttentionSlice(0, 9, 0, 9)]), scores=Scores(scale=1)
+            q, q, q, slice_table([AttentionSlice(0, 9, 0, 9)]), scores=ScoreRules(scale=1)
         )

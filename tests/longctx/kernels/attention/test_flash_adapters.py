@@ -12,14 +12,14 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention import ops, select
-from longctx.kernels.attention.contract import KernelRequest, RelativeBias, Scores, merge_
+from longctx.kernels.attention import kernel_selection, ops
 from longctx.kernels.attention.flash import flex
 from longctx.kernels.attention.flash.adapter import FlashKernel
 from longctx.kernels.attention.flash.cudnn import CudnnKernel
 from longctx.kernels.attention.flash.flex import FlexKernel
 from longctx.kernels.attention.flash.libraries import CUDA_FLASH, FLASH2, FLASH3, FLASH4
 from longctx.kernels.attention.flash.varlen import calls_on
+from longctx.kernels.attention.kernel_interface import KernelRequest, RelativeBias, ScoreRules, merge_
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from tests.longctx.kernels.attention import flash_stand_in, kernel_cases
 
@@ -60,7 +60,7 @@ SLICES = kernel_cases.SLICES | {
 
 def check(kernel, slices, scores=None, *, K=2, D=8, V=None, B=2):
     """Forward, and backward in two visits with the global output and log-sum-exp, against the definition."""
-    scores = scores or Scores(scale=SCALE)
+    scores = scores or ScoreRules(scale=SCALE)
     q, k, v = kernel_cases.tensors(T, T, torch.float64, H=H, K=K, D=D, V=V, B=B)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     exact = scores
@@ -96,7 +96,7 @@ SLOPES = torch.tensor([0.5, 0.25, 0.11, 0.0])
 
 @pytest.mark.parametrize("case", SLICES)
 def test_alibi(case):
-    check(KERNELS["flex"](), SLICES[case], Scores(scale=SCALE, alibi_slopes_H=SLOPES))
+    check(KERNELS["flex"](), SLICES[case], ScoreRules(scale=SCALE, alibi_slopes_H=SLOPES))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -106,20 +106,20 @@ def test_alibi(case):
 def test_relative_bias(case, bidirectional):
     table = torch.randn(8, H, generator=torch.Generator().manual_seed(1))
     bias = RelativeBias(table, max_distance=12, bidirectional=bidirectional)
-    check(KERNELS["flex"](), SLICES[case], Scores(scale=SCALE, relative_bias=bias, softcap=2.0))
+    check(KERNELS["flex"](), SLICES[case], ScoreRules(scale=SCALE, relative_bias=bias, softcap=2.0))
 
 
 @pytest.mark.parametrize("name", ["flash2", "flash4", "flex"])
 def test_softcap(name):
-    check(KERNELS[name](), SLICES["packed window"], Scores(scale=2.0, softcap=1.5))
+    check(KERNELS[name](), SLICES["packed window"], ScoreRules(scale=2.0, softcap=1.5))
     if name == "flex":  # which has what comes behind the cap too
-        check(KERNELS[name](), SLICES["later queries"], Scores(scale=2.0, softcap=1.5, alibi_slopes_H=SLOPES))
+        check(KERNELS[name](), SLICES["later queries"], ScoreRules(scale=2.0, softcap=1.5, alibi_slopes_H=SLOPES))
 
 
 @pytest.mark.parametrize("name", ["flash2", "flash4", "cuda_flash", "cudnn"])
 def test_rules_that_a_kernel_lacks_are_refused_by_the_call_too(name):
     q, kernel = torch.randn(1, 4, 1, 8), {**KERNELS, "cudnn": CudnnKernel}[name]()
-    scores = Scores(scale=1.0, alibi_slopes_H=torch.ones(1))
+    scores = ScoreRules(scale=1.0, alibi_slopes_H=torch.ones(1))
     with pytest.raises(ConfigError, match=f"{name} has no ALiBi"):
         kernel.forward(q, q, q, slice_table([AttentionSlice(0, 4, 0, 4)]), scores=scores)
 
@@ -141,8 +141,8 @@ def test_half_precision_comes_back_in_float32(name):
     found = []
     for slices in (one, two):
         table = slice_table(slices)
-        out, lse = kernel.forward(q, k, v, table, scores=Scores(scale=SCALE))
-        grads = kernel.backward(out, q, k, v, out, lse, table, scores=Scores(scale=SCALE))
+        out, lse = kernel.forward(q, k, v, table, scores=ScoreRules(scale=SCALE))
+        grads = kernel.backward(out, q, k, v, out, lse, table, scores=ScoreRules(scale=SCALE))
         assert out.dtype == torch.float32
         assert lse.dtype == torch.float64
         found.append([x.dtype for x in grads[:3]])
@@ -155,7 +155,7 @@ def test_one_call_for_all_documents():
     library = flash_stand_in.Flash2()
     q, k, v = torch.randn(1, 300, 1, 8), torch.randn(1, 300, 1, 8), torch.randn(1, 300, 1, 8)
     FlashKernel(FLASH2, library, capability=HOPPER).forward(
-        q, k, v, slice_table(packed(*([3] * 100), hi=1)), scores=Scores(scale=1.0)
+        q, k, v, slice_table(packed(*([3] * 100), hi=1)), scores=ScoreRules(scale=1.0)
     )
     assert library.calls == 1
 
@@ -166,7 +166,7 @@ def test_deterministic_is_passed_on():
         kernel = FlashKernel(FLASH2, library, capability=HOPPER, deterministic=wanted)
         q = torch.randn(1, 4, 1, 8)
         kernel.backward(
-            q, q, q, q, q, torch.zeros(1, 4, 1), slice_table([AttentionSlice(0, 4, 0, 4)]), scores=Scores(scale=1.0)
+            q, q, q, q, q, torch.zeros(1, 4, 1), slice_table([AttentionSlice(0, 4, 0, 4)]), scores=ScoreRules(scale=1.0)
         )
         assert library.deterministic == wanted
         assert kernel.name == ("flash2_deterministic" if wanted else "flash2")
@@ -177,7 +177,7 @@ def test_flex_mask_blocks_over_long_rows():
     slices, g = (*packed(300, 84, hi=150), AttentionSlice(384, 500, 384, 500)), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 500, 1, 16, generator=g, dtype=torch.float64) for _ in range(3))
     kernel = KERNELS["flex"]()
-    out, _ = kernel.forward(q, k, v, slice_table(slices), scores=Scores(scale=SCALE))
+    out, _ = kernel.forward(q, k, v, slice_table(slices), scores=ScoreRules(scale=SCALE))
     i, j = torch.arange(500)[:, None], torch.arange(500)
     document = torch.tensor([0] * 300 + [1] * 84 + [2] * 116)
     seen = (document[:, None] == document) & ((i >= 384) | ((i >= j) & (i - j <= 150)))
@@ -193,7 +193,9 @@ def test_flex_attention_itself_agrees():
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 30, h, 16, generator=g) for h in (4, 2, 2))
     bias = RelativeBias(torch.randn(8, H, generator=g), max_distance=12)
-    scores = Scores(scale=SCALE, softcap=2.0, relative_bias=bias, alibi_slopes_H=torch.tensor([0.5, 0.25, 0.1, 0.0]))
+    scores = ScoreRules(
+        scale=SCALE, softcap=2.0, relative_bias=bias, alibi_slopes_H=torch.tensor([0.5, 0.25, 0.1, 0.0])
+    )
     ours = [
         FlexKernel(f).forward(q, k, v, slice_table(SLICES["packed window"]), scores=scores)
         for f in (flex_attention, flash_stand_in.flex)
@@ -213,7 +215,7 @@ def test_flex_compiles_no_more_once_lengths_have_changed(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     flex._compiled.cache_clear()
     kernel, g = FlexKernel(), torch.Generator().manual_seed(0)
-    kinds = (Scores(scale=0.3, softcap=2.0), Scores(scale=0.25, alibi_slopes_H=torch.rand(2)))
+    kinds = (ScoreRules(scale=0.3, softcap=2.0), ScoreRules(scale=0.25, alibi_slopes_H=torch.rand(2)))
     for number, (rows, keys) in enumerate(((300, 300), (257, 400), (1, 1), (1, 300), (130, 5), (520, 129))):
         for scores in kinds:
             q, k = (torch.randn(1, n, 2, 16, generator=g) for n in (rows, keys))
@@ -238,7 +240,7 @@ def test_flex_fails_before_it_forms_whole_scores(monkeypatch):
 
     def attend(rows: int) -> None:
         q = torch.randn(1, rows, 2, 16, generator=g)
-        kernel.forward(q, q, q, slice_table([AttentionSlice(0, rows, 0, rows)]), scores=Scores(scale=SCALE))
+        kernel.forward(q, q, q, slice_table([AttentionSlice(0, rows, 0, rows)]), scores=ScoreRules(scale=SCALE))
 
     with torch._dynamo.config.patch(recompile_limit=1):
         attend(300)
@@ -249,8 +251,8 @@ def test_flex_fails_before_it_forms_whole_scores(monkeypatch):
 
 def test_flex_keeps_masks_up_to_a_limit_and_no_longer_than_their_calls():
     tables = [slice_table([AttentionSlice(0, n, 0, n, 0)]) for n in (1301, 1302, 1303)]
-    calls = [calls_on(table, 1, torch.device("cpu"), distances=False)[0] for table in tables]
-    one = flex.prepare(calls[0]).num_bytes()
+    calls = [calls_on(table, 1, torch.device("cpu"), relative_positions=False)[0] for table in tables]
+    one = flex.prepare_call(calls[0]).num_bytes()
     # 11 × 11 blocks in four lists of int32, and a few vectors of a number a row
     assert 4 * 4 * 11 * 11 < one < 4 * 4 * 11 * 11 + 40 * 1301
     kept = flex.PreparedCalls(int(2.5 * one))
@@ -275,11 +277,11 @@ def test_flex_keeps_masks_up_to_a_limit_and_no_longer_than_their_calls():
 
 def test_flex_backward_runs_behind_an_operator(monkeypatch):
     """Its backward uses autograd itself, inside an operator that autograd does not look into."""
-    monkeypatch.setitem(select.KERNELS, "flex", KERNELS["flex"]())
+    monkeypatch.setitem(kernel_selection.KERNELS, "flex", KERNELS["flex"]())
     g = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 10, 2, 16, generator=g).requires_grad_() for _ in range(3)]
     table, slices = torch.randn(8, 2, generator=g).requires_grad_(), (AttentionSlice(0, 10, 0, 10, 0),)
-    scores = Scores(scale=SCALE, relative_bias=RelativeBias(table, max_distance=12))
+    scores = ScoreRules(scale=SCALE, relative_bias=RelativeBias(table, max_distance=12))
     with torch.no_grad():  # as in an autograd.Function
         out, lse = ops.forward("flex", *inputs, slice_table(slices), scores=scores)
         ours, exact = (
@@ -363,7 +365,7 @@ def test_without_libraries_and_device():
     for library in (FLASH2, FLASH3, FLASH4):
         kernel = FlashKernel(library, capability=HOPPER)
         with pytest.raises(ConfigError, match="not installed"):
-            kernel.forward(q, q, q, slice_table([AttentionSlice(0, 4, 0, 4)]), scores=Scores(scale=1.0))
+            kernel.forward(q, q, q, slice_table([AttentionSlice(0, 4, 0, 4)]), scores=ScoreRules(scale=1.0))
 
 
 @pytest.fixture
@@ -371,17 +373,17 @@ def on_device(monkeypatch):
     """Makes every CUDA kernel of ``auto`` go by a compute capability, with the libraries that are named there."""
 
     def place(major, *installed):
-        for name, kernel in select.KERNELS.items():
+        for name, kernel in kernel_selection.KERNELS.items():
             if isinstance(kernel, FlashKernel):
                 ops = object() if kernel.library.name in installed else None
                 copy = FlashKernel(kernel.library, ops, capability=(major, 0), deterministic=kernel.deterministic)
-                monkeypatch.setitem(select.KERNELS, name, copy)
+                monkeypatch.setitem(kernel_selection.KERNELS, name, copy)
             elif name == "flex":
-                monkeypatch.setitem(select.KERNELS, name, FlexKernel(object(), capability=(major, 0)))
-        select.explain_choice.cache_clear()
+                monkeypatch.setitem(kernel_selection.KERNELS, name, FlexKernel(object(), capability=(major, 0)))
+        kernel_selection.resolve_kernel.cache_clear()
 
     yield place
-    select.explain_choice.cache_clear()
+    kernel_selection.resolve_kernel.cache_clear()
 
 
 WISHES = {"": {}, "deterministic": {"deterministic": True}, "alibi": {"rules": ("alibi",)}}
@@ -403,9 +405,9 @@ WISHES = {"": {}, "deterministic": {"deterministic": True}, "alibi": {"rules": (
 def test_auto_prefers_the_fastest(on_device, major, wish, wanted):
     """Each generation's kernel, were all libraries there; and what is left when a wish excludes them."""
     on_device(major, *LIBRARIES)
-    choice = select.explain_choice("auto", replace(GOOD, **WISHES[wish]))
+    choice = kernel_selection.resolve_kernel("auto", replace(GOOD, **WISHES[wish]))
     assert choice.name == wanted
-    assert choice.advice is None
+    assert choice.install_hint is None
 
 
 @pytest.mark.parametrize(
@@ -422,12 +424,12 @@ def test_the_reason_and_what_to_install(on_device, caplog, major, installed, wis
     on_device(major, *installed)
     request = replace(GOOD, **WISHES[wish])
     with caplog.at_level("INFO", logger="longctx"):
-        choices = [select.explain_choice("auto", request) for _ in range(2)]
+        choices = [kernel_selection.resolve_kernel("auto", request) for _ in range(2)]
     choice = choices[0]
-    assert choice.name == wanted == select.choose_kernel("auto", request).name
-    assert (choice.advice is None) == (advised is None)
-    assert (advised or "") in (choice.advice or "")
+    assert choice.name == wanted == kernel_selection.choose_kernel("auto", request).name
+    assert (choice.install_hint is None) == (advised is None)
+    assert (advised or "") in (choice.install_hint or "")
     # one line of the log says it all, once
     assert [record.getMessage() for record in caplog.records] == [f"Attention kernel for {request}: {choice}"]
     assert (advised or "") in caplog.text
-    assert select.explain_choice(wanted, request).reason == f"parallel.kernel={wanted!r}"
+    assert kernel_selection.resolve_kernel(wanted, request).reason == f"parallel.kernel={wanted!r}"

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention import tiles
-from longctx.kernels.attention.contract import KernelRequest, merge_
-from longctx.kernels.attention.select import KERNELS, choose_kernel
+from longctx.kernels.attention import attention_tiles
+from longctx.kernels.attention.attention_tiles import row_blocks
+from longctx.kernels.attention.kernel_interface import KernelRequest, merge_
+from longctx.kernels.attention.kernel_selection import KERNELS, choose_kernel
 from longctx.kernels.attention.slices import AttentionSlice
-from longctx.kernels.attention.tiles import row_blocks
-from longctx.kernels.processor import PRODUCTS
+from longctx.kernels.processor import MATMUL_MODES
 from longctx.model.attention.local import document_slices
 from longctx.model.attention.mask import AttentionMask
 from tests.longctx.kernels.attention.kernel_cases import any_slices, band_matrix, plain_attention, tensors
@@ -27,8 +27,8 @@ from tests.longctx.kernels.attention.kernel_cases import any_slices, band_matrix
 def test_tiles_cover_exactly_the_band(one, rows, keys, wide):
     covered = torch.zeros(14, 14, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "_NARROW", 2)
-        patch.setattr(tiles, "_WIDE", wide)
+        patch.setattr(attention_tiles, "_NARROW", 2)
+        patch.setattr(attention_tiles, "_MAX_MASKED_TILE", wide)
         for block in row_blocks(one, rows=min(rows, keys), keys=keys):
             num_rows = block.q.stop - block.q.start
             assert 0 < num_rows <= rows
@@ -70,12 +70,14 @@ def test_kernel_choice():
     for rule in ("softcap", "alibi", "relative_bias"):
         assert choose_kernel("auto", replace(request(), rules=(rule,))).name == "blockwise"
     assert choose_kernel("reference", request()).name == "reference"
-    for products in PRODUCTS:
+    for products in MATMUL_MODES:
         for name in ("auto", "cpu_flash"):
-            asked = choose_kernel(name, replace(request(dtype=torch.bfloat16), products=products))
+            asked = choose_kernel(name, replace(request(dtype=torch.bfloat16), matmul_mode=products))
             assert asked.name == f"cpu_flash_{products}"
-            assert choose_kernel(name, replace(request(), products=products)).name == "cpu_flash"
-        assert choose_kernel("blockwise", replace(request(dtype=torch.bfloat16), products=products)).name == "blockwise"
+            assert choose_kernel(name, replace(request(), matmul_mode=products)).name == "cpu_flash"
+        assert (
+            choose_kernel("blockwise", replace(request(dtype=torch.bfloat16), matmul_mode=products)).name == "blockwise"
+        )
     with pytest.raises(ConfigError, match="unknown"):
         choose_kernel("flsh", request())
     with pytest.raises(ConfigError, match="runs on the CPU"):

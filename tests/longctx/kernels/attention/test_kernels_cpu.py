@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longctx.errors import ConfigError
 from longctx.kernels.attention import cpu_flash
 from longctx.kernels.attention.blockwise import BlockwiseKernel
-from longctx.kernels.attention.contract import Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
+from longctx.kernels.attention.kernel_interface import ScoreRules
 from longctx.kernels.attention.reference import ReferenceKernel
 from longctx.kernels.attention.slices import AttentionSlice
 from tests.longctx.kernels.attention.kernel_cases import SCALE, SLICES, forward_backward, relative_error, rules, tensors
@@ -30,7 +30,7 @@ BANDS = {  # several tiles a row
 
 @pytest.mark.parametrize("name", BANDS)
 def test_float32_is_more_exact_than_the_op_it_is_made_of(name):
-    one, scores = BANDS[name], Scores(scale=32**-0.5)
+    one, scores = BANDS[name], ScoreRules(scale=32**-0.5)
     inputs = tensors(2300, 2300, H=1, K=1, D=32, B=1)
     dout = torch.randn(1, 2300, 1, 32, generator=torch.Generator().manual_seed(1))
     exact = forward_backward(ReferenceKernel(), [x.double() for x in inputs], dout.double(), [one], scores)
@@ -55,7 +55,7 @@ def test_bfloat16_is_more_exact_than_the_op(products):
     heads = [x.transpose(1, 2) for x in leaves]
     out = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True, enable_gqa=True)
     plain = [out.transpose(1, 2), *torch.autograd.grad(out, leaves, dout.transpose(1, 2))]
-    work = [AttentionSlice(0, 1024, 0, 1024, lo=0)], Scores(scale=0.25)
+    work = [AttentionSlice(0, 1024, 0, 1024, lo=0)], ScoreRules(scale=0.25)
     exact = forward_backward(ReferenceKernel(), [x.double() for x in (q, k, v)], dout.double(), *work)
     theirs = {n: relative_error(a, b) for n, a, b in zip(NAMES, plain, exact, strict=True)}
     ours = forward_backward(CpuFlashKernel(products), [q, k, v], dout, *work)
@@ -72,7 +72,7 @@ def test_bfloat16_is_more_exact_than_the_op(products):
 def test_what_bfloat16_is_computed_in(monkeypatch, caplog):
     for fastest, expected in (("native", torch.bfloat16), ("float32", torch.float32)):
         cpu_flash._compute_dtype.cache_clear()
-        monkeypatch.setattr(cpu_flash, "fastest_products", lambda fastest=fastest: fastest)
+        monkeypatch.setattr(cpu_flash, "fastest_matmul_mode", lambda fastest=fastest: fastest)
         with caplog.at_level(logging.INFO):
             for _ in range(2):
                 assert cpu_flash._compute_dtype(torch.bfloat16, "auto") == expected
@@ -100,7 +100,7 @@ def test_rows_never_written_stay_out_of_merges(nan_in_fresh_memory):
     q, k, v = tensors(20, 20)
     for kernel in (CpuFlashKernel(), BlockwiseKernel()):
         for slices in SLICES.values():
-            results = forward_backward(kernel, [q, k, v], q, slices, Scores(scale=SCALE))
+            results = forward_backward(kernel, [q, k, v], q, slices, ScoreRules(scale=SCALE))
             assert all(x.isfinite().all() for x in results)
 
 
@@ -136,7 +136,7 @@ def test_memory_does_not_grow_with_the_square(kernel, limit):
         (2900, AttentionSlice(0, 2900, 0, 2900, lo=0, hi=1500)),
     ):
         q, k, v = tensors(S, S, torch.bfloat16, H=2, K=1, D=4, B=1)
-        scores = rules(2, torch.float32)["all"] if kernel.name == "blockwise" else Scores(scale=0.5)
+        scores = rules(2, torch.float32)["all"] if kernel.name == "blockwise" else ScoreRules(scale=0.5)
         with _Largest() as largest:
             forward_backward(kernel, [q, k, v], q, [one], scores)
         assert largest.bytes <= max(limit, 8 * S * 2 * 4)
@@ -155,7 +155,7 @@ def test_newest_tokens_in_one_call(threads, dtype, value_dim, monkeypatch):
     bias[1, ..., 4:] = -torch.inf
     for bias_N11s, sinks_H in ((None, None), (bias, None), (bias, sinks)):
         kernel, inputs = CpuFlashKernel("float32"), (x.to(dtype) for x in (q, k, v))
-        found = kernel.forward_newest(*inputs, bias_N11s, scores=Scores(scale=SCALE), sinks_H=sinks_H)
+        found = kernel.forward_newest(*inputs, bias_N11s, scores=ScoreRules(scale=SCALE), sinks_H=sinks_H)
         score = torch.einsum("nqhd,nshd->nhs", q, k.repeat_interleave(3, 2)) * SCALE
         if bias_N11s is not None:
             score = score + bias_N11s[:, 0]

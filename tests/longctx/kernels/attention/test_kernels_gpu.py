@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longctx.kernels.attention import select
+from longctx.kernels.attention import kernel_selection
 from longctx.kernels.attention.bias import alibi_slopes
-from longctx.kernels.attention.contract import KernelRequest, RelativeBias, Scores
 from longctx.kernels.attention.flash.varlen import VarlenKernel
+from longctx.kernels.attention.kernel_interface import KernelRequest, RelativeBias, ScoreRules
 from longctx.kernels.attention.reference import ReferenceKernel
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.dtypes import accumulate_dtype
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-KERNELS = {name: kernel for name, kernel in select.KERNELS.items() if isinstance(kernel, VarlenKernel)}
+KERNELS = {name: kernel for name, kernel in kernel_selection.KERNELS.items() if isinstance(kernel, VarlenKernel)}
 SLICES = {
     "causal": (AttentionSlice(0, 700, 0, 700, 0),),
     "full": (AttentionSlice(0, 700, 0, 700),),
@@ -89,7 +89,7 @@ def test_masks(name, case):
     kernel, shape = KERNELS[name], SHAPES["GQA 8/2, 128"]
     has_window = any(one.hi is not None for one in SLICES[case])
     skip_unless_supported(kernel, request(shape, torch.bfloat16, window=has_window))
-    check(kernel, tensors(*shape, torch.bfloat16), SLICES[case], Scores(scale=shape[2] ** -0.5))
+    check(kernel, tensors(*shape, torch.bfloat16), SLICES[case], ScoreRules(scale=shape[2] ** -0.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -98,7 +98,7 @@ def test_masks(name, case):
 def test_heads_and_dtypes(name, heads, dtype):
     kernel, shape = KERNELS[name], SHAPES[heads]
     skip_unless_supported(kernel, request(shape, dtype))
-    check(kernel, tensors(*shape, dtype), SLICES["packed"], Scores(scale=shape[2] ** -0.5))
+    check(kernel, tensors(*shape, dtype), SLICES["packed"], ScoreRules(scale=shape[2] ** -0.5))
 
 
 @pytest.mark.parametrize("rule", ["softcap", "alibi", "relative_bias"])
@@ -109,9 +109,9 @@ def test_score_rules(name, case, rule):
     skip_unless_supported(kernel, request(shape, torch.bfloat16, rules=(rule,)))
     table = torch.randn(32, shape[0], device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     scores = {
-        "softcap": Scores(scale=1.0, softcap=5.0),
-        "alibi": Scores(scale=shape[2] ** -0.5, alibi_slopes_H=alibi_slopes(shape[0]).cuda()),
-        "relative_bias": Scores(scale=shape[2] ** -0.5, relative_bias=RelativeBias(table)),
+        "softcap": ScoreRules(scale=1.0, softcap=5.0),
+        "alibi": ScoreRules(scale=shape[2] ** -0.5, alibi_slopes_H=alibi_slopes(shape[0]).cuda()),
+        "relative_bias": ScoreRules(scale=shape[2] ** -0.5, relative_bias=RelativeBias(table)),
     }[rule]
     check(kernel, tensors(*shape, torch.bfloat16), SLICES[case], scores)
 
@@ -121,7 +121,7 @@ def test_repetition(name):
     """Deterministic kernels give equal bits again; forward does so everywhere."""
     kernel, shape = KERNELS[name], SHAPES["GQA 8/2, 128"]
     skip_unless_supported(kernel, request(shape, torch.bfloat16))
-    inputs, scores = tensors(*shape, torch.bfloat16), Scores(scale=0.1)
+    inputs, scores = tensors(*shape, torch.bfloat16), ScoreRules(scale=0.1)
     first, second = (attention(kernel, *inputs, SLICES["staircase"], scores) for _ in range(2))
     same = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
     assert all(same) if kernel.deterministic else all(same[:2])
@@ -136,7 +136,7 @@ def test_library_refuses_nothing_it_was_said_to_take():
                     kernel,
                     tensors(*shape, torch.bfloat16, rows=130),
                     (AttentionSlice(0, 130, 0, 130, 0),),
-                    Scores(scale=0.1),
+                    ScoreRules(scale=0.1),
                 )
         shape = (4, 2, 64, 64)
         if kernel.supports(request(shape, torch.bfloat16, deterministic=kernel.deterministic)) is None:
@@ -145,4 +145,4 @@ def test_library_refuses_nothing_it_was_said_to_take():
                 (AttentionSlice(5, 6, 0, 130),),
                 (AttentionSlice(0, 130, 7, 8),),
             ):
-                check(kernel, tensors(*shape, torch.bfloat16, rows=130), slices, Scores(scale=0.1))
+                check(kernel, tensors(*shape, torch.bfloat16, rows=130), slices, ScoreRules(scale=0.1))

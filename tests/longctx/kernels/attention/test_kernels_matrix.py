@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention import blockwise, cpu_flash, tiles
+from longctx.kernels.attention import attention_tiles, blockwise, cpu_flash
 from longctx.kernels.attention.bias import buckets
 from longctx.kernels.attention.blockwise import BlockwiseKernel
-from longctx.kernels.attention.contract import KernelRequest, RelativeBias, Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
+from longctx.kernels.attention.kernel_interface import KernelRequest, RelativeBias, ScoreRules
 from longctx.kernels.attention.reference import ReferenceKernel
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.dtypes import accumulate_dtype
@@ -54,8 +54,8 @@ def tile_size(request, monkeypatch):
     """Twenty rows are one tile, unless tiles are made small."""
     if request.param == "small tiles":
         for module, name, size in (
-            (tiles, "_NARROW", 2),
-            (tiles, "_WIDE", 6),
+            (attention_tiles, "_NARROW", 2),
+            (attention_tiles, "_MAX_MASKED_TILE", 6),
             (blockwise, "_TILE", 6),
             (cpu_flash, "_TILE", 6),
             (cpu_flash, "_GRADIENT_TILE", 9),
@@ -66,7 +66,7 @@ def tile_size(request, monkeypatch):
 
 
 def check(
-    kernel, dtype: torch.dtype, slices: list[AttentionSlice], scores: Scores, shape: tuple, *, sinks: bool = False
+    kernel, dtype: torch.dtype, slices: list[AttentionSlice], scores: ScoreRules, shape: tuple, *, sinks: bool = False
 ) -> None:
     """Output, log-sum-exp and every gradient of a kernel against the definition's."""
     H, K, D, V, B = shape
@@ -92,7 +92,7 @@ def check(
     wanted = torch.autograd.grad(want_out, leaves, dout.double(), allow_unused=True, materialize_grads=True)
     assert {x.dtype for x in (got[0], *grads[:3])} == {accumulate_dtype(dtype)}
     assert got[1].dtype == torch.float64
-    assert (grads.dtable_NH is None) == (scores.relative_bias is None)
+    assert (grads.dbias_table_NH is None) == (scores.relative_bias is None)
     tolerance = TOLERANCE[dtype]
     for x, want in zip((*got, *grads), (want_out, want_lse, *wanted), strict=False):
         torch.testing.assert_close(
@@ -114,7 +114,7 @@ def cases(names, dtypes) -> list[tuple]:
 @pytest.mark.parametrize(("name", "dtype", "tile_size"), cases(KERNELS, TOLERANCE), indirect=["tile_size"], ids=str)
 def test_slices_against_definition(name, dtype, tile_size):
     for slices in SLICES.values():
-        check(KERNELS[name], dtype, slices, Scores(scale=0.3), SHAPES["shared keys"])
+        check(KERNELS[name], dtype, slices, ScoreRules(scale=0.3), SHAPES["shared keys"])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_slices_against_definition(name, dtype, tile_size):
 def test_shapes_and_sinks_against_definition(name, dtype, tile_size):
     for shape in SHAPES.values():
         for slices in (SLICES["causal"], SLICES["wide window"], SLICES["blind rows"]):
-            check(KERNELS[name], dtype, slices, Scores(scale=0.3), shape, sinks=True)
+            check(KERNELS[name], dtype, slices, ScoreRules(scale=0.3), shape, sinks=True)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,12 @@ def test_cpu_flash_refuses_what_it_cannot(rule):
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        (Scores(scale=1, softcap=0.0), "softcap=0.0 must be above 0"),
-        (Scores(scale=1, alibi_slopes_H=torch.ones(3)), "for 4 query heads"),
-        (Scores(scale=1, relative_bias=RelativeBias(torch.ones(32, 3))), r"must be \[buckets, 4\]"),
-        (Scores(scale=1, relative_bias=RelativeBias(torch.ones(1, 4))), "at least 2"),
-        (Scores(scale=1, relative_bias=RelativeBias(torch.ones(7, 4), bidirectional=True)), "an even number"),
-        (Scores(scale=1, relative_bias=RelativeBias(torch.ones(32, 4), max_distance=16)), "must exceed 16"),
+        (ScoreRules(scale=1, softcap=0.0), "softcap=0.0 must be above 0"),
+        (ScoreRules(scale=1, alibi_slopes_H=torch.ones(3)), "for 4 query heads"),
+        (ScoreRules(scale=1, relative_bias=RelativeBias(torch.ones(32, 3))), r"must be \[buckets, 4\]"),
+        (ScoreRules(scale=1, relative_bias=RelativeBias(torch.ones(1, 4))), "at least 2"),
+        (ScoreRules(scale=1, relative_bias=RelativeBias(torch.ones(7, 4), bidirectional=True)), "an even number"),
+        (ScoreRules(scale=1, relative_bias=RelativeBias(torch.ones(32, 4), max_distance=16)), "must exceed 16"),
     ],
 )
 def test_scores_that_make_no_sense(name, scores, message):
@@ -171,12 +171,12 @@ def test_scores_that_make_no_sense(name, scores, message):
 @pytest.mark.parametrize("name", ["cpu_flash", "cpu_flash, native", "blockwise"])
 def test_odd_head_sizes(name, D):
     for dtype in (torch.float32, torch.bfloat16):
-        check(KERNELS[name], dtype, SLICES["window"], Scores(scale=D**-0.5), (2, 1, D, D, 1))
+        check(KERNELS[name], dtype, SLICES["window"], ScoreRules(scale=D**-0.5), (2, 1, D, D, 1))
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_rows_of_strided_views_and_empty_tensors(name):
-    kernel, scores = KERNELS[name], Scores(scale=0.3)
+    kernel, scores = KERNELS[name], ScoreRules(scale=0.3)
     qkv = torch.randn(1, 24, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, k, v = qkv[:, 2:22, :4], qkv[:, 4:, 4:6], qkv[:, 4:, 6:]
     slices = [AttentionSlice(0, 20, 0, 20, lo=0, hi=7)]
@@ -191,7 +191,7 @@ def test_rows_of_strided_views_and_empty_tensors(name):
 
 @pytest.mark.parametrize("name", ["cpu_flash", "blockwise"])
 def test_equal_bits_on_repetition(name):
-    kernel, slices, scores = KERNELS[name], [AttentionSlice(0, 700, 0, 700, lo=0)], Scores(scale=0.3)
+    kernel, slices, scores = KERNELS[name], [AttentionSlice(0, 700, 0, 700, lo=0)], ScoreRules(scale=0.3)
     if name == "blockwise":
         scores = rules(4, torch.float32)["all"]
     q, k, v = tensors(700, 700)
@@ -207,7 +207,7 @@ def test_keys_outside_the_band_weigh_exactly_nothing(name, dtype, tile_size):
     dout = torch.ones_like(q).index_fill(
         1, torch.arange(12, 20), 0
     )  # no row that sees those values asks for a gradient
-    slices, scores = [AttentionSlice(0, 20, 0, 20, lo=0)], Scores(scale=0.3)
+    slices, scores = [AttentionSlice(0, 20, 0, 20, lo=0)], ScoreRules(scale=0.3)
     out, lse = KERNELS[name].forward(q, k, v, slice_table(slices), scores=scores)
     assert out[:, :12].abs().max() < 10
     grads = KERNELS[name].backward(dout, q, k, v, out, lse, slice_table(slices), scores=scores)

@@ -19,11 +19,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.flash import libraries
 from longctx.kernels.attention.flash.adapter import FlashKernel
 from longctx.kernels.attention.flash.cudnn import CudnnKernel
 from longctx.kernels.attention.flash.libraries import FLASH2, FLASH3, FLASH4
+from longctx.kernels.attention.kernel_interface import KernelRequest, ScoreRules
 from longctx.kernels.attention.reference import ReferenceKernel
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from tests.longctx.kernels.attention import flash_stand_in
@@ -204,7 +204,7 @@ def test_values_and_gradients(kernel, sizes):
         shapes = ((2, ROWS, H, D), (2, ROWS, K, D), (2, ROWS, K, V), (2, ROWS, H, V))
         q, k, v, dout = (layout(shape, g).to(dtype) for shape in shapes)
         tables = TABLES if has_window else TABLES[:2]
-        table, scores = tables[(H + K + LAYOUTS.index(layout)) % len(tables)], Scores(scale=D**-0.5)
+        table, scores = tables[(H + K + LAYOUTS.index(layout)) % len(tables)], ScoreRules(scale=D**-0.5)
         got = both_passes(kernel, q, k, v, dout, table, scores)
         want = both_passes(ReferenceKernel(), *(x.double() for x in (q, k, v, dout)), table, scores)
         # an output is rounded once to 8 or 11 bits; a gradient once and through the rounded output
@@ -229,7 +229,7 @@ def test_the_librarys_own_autograd_asks_for_the_same(kernel, left, softcap, requ
     module = request.getfixturevalue(kernel.name)
     g = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, ROWS, h, 64, generator=g).bfloat16() for h in (4, 2, 2, 4))
-    scores = Scores(scale=0.2, softcap=softcap or None)
+    scores = ScoreRules(scale=0.2, softcap=softcap or None)
     table = slice_table(packed(5, 1, 11, 7, hi=None if left < 0 else left))
     ours = both_passes(kernel, q, k, v, dout, table, scores)
     leaves = [x[0].clone().requires_grad_() for x in (q, k, v)]
@@ -245,14 +245,14 @@ def test_fake_tensors_of_the_librarys_own_rules(flash2):
     """flash-attn 2's operators say what they return without computing; our adapter's sizes follow from it."""
     from torch._subclasses import FakeTensorMode
 
-    from longctx.kernels.attention.flash.calls import translate
+    from longctx.kernels.attention.flash.calls import slices_to_calls
 
     table = TABLES[0]
-    translate(table)  # reads the table's numbers, as a plan does before any layer computes
+    slices_to_calls(table)  # reads the table's numbers, as a plan does before any layer computes
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, k = (torch.empty(2, ROWS, h, 80, dtype=torch.bfloat16) for h in (4, 2))
         kernel = FlashKernel(FLASH2, capability=HOPPER)
-        out, lse, *grads = both_passes(kernel, q, k, k, q, table, Scores(scale=1.0))
+        out, lse, *grads = both_passes(kernel, q, k, k, q, table, ScoreRules(scale=1.0))
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, torch.float32, q.shape[:3], torch.float64)
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 

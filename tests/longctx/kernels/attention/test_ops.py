@@ -7,8 +7,8 @@ import torch
 from torch.library import opcheck
 
 from longctx.kernels.attention import ops
-from longctx.kernels.attention.contract import Gradients, RelativeBias, Scores
-from longctx.kernels.attention.select import KERNELS
+from longctx.kernels.attention.kernel_interface import Gradients, RelativeBias, ScoreRules
+from longctx.kernels.attention.kernel_selection import KERNELS
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 
 TABLE = slice_table(
@@ -24,15 +24,15 @@ def arguments(kernel: str, *, dtype=torch.float32, V=8, scores=None):
     """Inputs of both operators: ``forward``'s, and ``backward``'s with results of ``forward``."""
     g = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(2, 12, h, d, generator=g).to(dtype) for h, d in ((4, 8), (2, 8), (2, V), (4, V)))
-    rest = ops._plain(TABLE, kernel, scores or Scores(scale=0.3))
+    rest = ops._plain(TABLE, kernel, scores or ScoreRules(scale=0.3))
     out, lse = torch.ops.longctx.attention_forward(q, k, v, *rest)
     return (q, k, v, *rest), (dout, q, k, v, out.to(dtype), lse, *rest)
 
 
-def rich_scores(table_dtype=torch.float32) -> Scores:
+def rich_scores(table_dtype=torch.float32) -> ScoreRules:
     g = torch.Generator().manual_seed(1)
     bias = RelativeBias(torch.randn(6, 4, generator=g).to(table_dtype), 9, bidirectional=True)
-    return Scores(scale=0.3, softcap=2.0, alibi_slopes_H=torch.rand(4, generator=g), relative_bias=bias)
+    return ScoreRules(scale=0.3, softcap=2.0, alibi_slopes_H=torch.rand(4, generator=g), relative_bias=bias)
 
 
 CASES = {
@@ -58,12 +58,12 @@ def test_operators_keep_pytorchs_rules(case):
 def test_operators_return_what_the_kernels_return(case):
     name, changes = CASES[case]
     (q, k, v, *_), (dout, *_, out, lse) = (x[:6] for x in arguments(name, **changes))
-    scores, kernel = changes.get("scores", Scores(scale=0.3)), KERNELS[name]
+    scores, kernel = changes.get("scores", ScoreRules(scale=0.3)), KERNELS[name]
     through = ops.forward(name, q, k, v, TABLE, scores=scores)
     torch.testing.assert_close(through, kernel.forward(q, k, v, TABLE, scores=scores), rtol=0, atol=0)
     grads = ops.backward(name, dout, q, k, v, out, lse, TABLE, scores=scores)
     wanted = kernel.backward(dout, q, k, v, out, lse, TABLE, scores=scores)
-    assert (grads.dtable_NH is None) == (scores.relative_bias is None)
+    assert (grads.dbias_table_NH is None) == (scores.relative_bias is None)
     for got, want in zip(grads, wanted, strict=True):
         if want is not None:
             assert torch.equal(got, want.to(got.dtype))
@@ -84,7 +84,7 @@ def test_the_kernel_gets_the_very_table(monkeypatch):
 
     monkeypatch.setitem(ops.KERNELS, "listening", Listening())
     (q, k, v, *_), (dout, *_, out, lse) = (x[:6] for x in arguments("cpu_flash"))
-    ops.forward("listening", q, k, v, TABLE, scores=Scores(scale=0.3))
-    ops.backward("listening", dout, q, k, v, out, lse, TABLE, scores=Scores(scale=0.3))
+    ops.forward("listening", q, k, v, TABLE, scores=ScoreRules(scale=0.3))
+    ops.backward("listening", dout, q, k, v, out, lse, TABLE, scores=ScoreRules(scale=0.3))
     assert seen[0] is TABLE
     assert seen[1] is TABLE

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx.kernels.attention.slices import AttentionSlice, once_per_table, shifted, slice_table, table_slices
+from longctx.kernels.attention.slices import AttentionSlice, once_per_table, shift_table, slice_table, table_slices
 
 rows = st.integers(0, 2**40)
 bounds = st.none() | st.integers(-(2**40), 2**40)
@@ -27,7 +27,7 @@ def test_a_table_holds_all_of_its_slices(listed):
 
 @given(st.lists(slices, max_size=5).map(tuple), st.integers(-99, 99), st.integers(-99, 99))
 def test_a_table_is_shifted_like_its_slices(listed, queries, keys):
-    moved = shifted(slice_table(listed), queries=queries, keys=keys)
+    moved = shift_table(slice_table(listed), queries=queries, keys=keys)
     assert table_slices(moved) == tuple(one.shifted(queries=queries, keys=keys) for one in listed)
     assert table_slices(slice_table(listed)) == listed
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.kernels.attention.kernel_interface import RelativeBias, ScoreRules
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
-from longctx.model.attention.cache import KVCache
 from longctx.model.attention.core import sinks_of
+from longctx.model.attention.kv_cache import KVCache
 from longctx.model.attention.local import LocalAttention, continuation_slices, document_slices
 from longctx.model.attention.mask import AttentionMask
 from tests.longctx.attention_cores import attend_once
@@ -103,7 +103,7 @@ def rules(x: dict[str, torch.Tensor], *, rich: bool, bidirectional: bool = False
         return {}
     slopes = torch.tensor([0.5, 0.1, -0.2, 1.0])
     bias = RelativeBias(x["table"], FARTHEST, bidirectional)
-    scores = Scores(scale=0.4, softcap=3.0, alibi_slopes_H=slopes, relative_bias=bias)
+    scores = ScoreRules(scale=0.4, softcap=3.0, alibi_slopes_H=slopes, relative_bias=bias)
     return {"scores": scores, "weights": (x["sinks"],)}
 
 
@@ -114,7 +114,7 @@ def test_values_and_gradients_are_the_definitions(changes, rich):
     x = leaves(2, 13)
     asked = rules(x, rich=rich, bidirectional=not mask.causal)
     out = attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], mask, **asked)
-    scores = asked.get("scores", Scores(scale=8**-0.5))
+    scores = asked.get("scores", ScoreRules(scale=8**-0.5))
     wanted = by_definition(x["q"], x["k"], x["v"], mask, scores, sinks_of(asked.get("weights", ())))
     torch.testing.assert_close(out, wanted)
     dout, inputs = torch.randn_like(out), [t for n, t in x.items() if rich or n in "qkv"]
@@ -127,9 +127,9 @@ def test_values_and_gradients_are_the_definitions(changes, rich):
 @pytest.mark.parametrize(("H", "K"), [(4, 4), (4, 1)])
 def test_sinks_on_the_preferred_kernel(dtype, H, K, products):
     x, mask = leaves(1, 23, H=H, K=K, V=8, dtype=dtype), AttentionMask((0, 7, 23))
-    out = attend_once(LocalAttention(products=products), x["q"], x["k"], x["v"], mask, weights=(x["sinks"],))
+    out = attend_once(LocalAttention(matmul_mode=products), x["q"], x["k"], x["v"], mask, weights=(x["sinks"],))
     exact = {n: t.detach().double().requires_grad_() for n, t in x.items()}
-    wanted = by_definition(exact["q"], exact["k"], exact["v"], mask, Scores(scale=8**-0.5), exact["sinks"])
+    wanted = by_definition(exact["q"], exact["k"], exact["v"], mask, ScoreRules(scale=8**-0.5), exact["sinks"])
     inputs = ("q", "k", "v", "sinks")
     dout = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     grads = torch.autograd.grad(out, [x[n] for n in inputs], dout)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longctx.kernels.attention.bias import alibi_slopes
-from longctx.kernels.attention.contract import Scores
+from longctx.kernels.attention.kernel_interface import ScoreRules
 from longctx.model.attention.core import AttentionShapes
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
@@ -33,11 +33,11 @@ MASKS = {
 def test_weights_are_the_softmax_by_definition(name: str, rules: str):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, T, heads, D, generator=generator) for heads in (H, K, K))
-    mask, weights, scores = MASKS[name], (), Scores(scale=0.7)
+    mask, weights, scores = MASKS[name], (), ScoreRules(scale=0.7)
     if rules == "sink and cap":
-        weights, scores = (torch.randn(H, generator=generator),), Scores(scale=0.7, softcap=1.5)
+        weights, scores = (torch.randn(H, generator=generator),), ScoreRules(scale=0.7, softcap=1.5)
     if rules == "alibi":
-        scores = Scores(scale=0.7, alibi_slopes_H=alibi_slopes(H))
+        scores = ScoreRules(scale=0.7, alibi_slopes_H=alibi_slopes(H))
     groups = torch.arange(T) // 5
     core = ObservedAttention(call=1, head=HEAD, groups_T=groups)
     plan = core.plan(mask, AttentionShapes.of(q, k, v, scores))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from longctx.model.attention.cache import KVCache
+from longctx.model.attention.kv_cache import KVCache
 from longctx.model.attention.slots import SLOT_TOKENS, SlotPool
 
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from longctx.errors import ConfigError
 from longctx.generation.loop import generate
 from longctx.kernels.attention import cpu_flash
-from longctx.kernels.attention.contract import Scores
+from longctx.kernels.attention.kernel_interface import ScoreRules
 from longctx.kernels.attention.slices import slice_table, table_slices
-from longctx.model.attention.cache import KVCache
+from longctx.model.activation_offload import Keep
 from longctx.model.attention.core import sinks_of
-from longctx.model.attention.local import LocalAttention, document_slices, strided_beyond
+from longctx.model.attention.kv_cache import KVCache
+from longctx.model.attention.local import LocalAttention, document_slices, strided_entries
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import continuation, strided_work, whole_documents
 from longctx.model.decoder import Decoder
-from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution
 from tests.longctx.attention_cores import attend_once
 from tests.longctx.cached_models import without_cache
@@ -81,7 +81,7 @@ def test_every_visible_key_is_named_once(cu_seqlens, window, stride, before):
     strided = strided_work(pieces, window, stride)
     got = named(band, T, T) + (nothing if strided is None else named(strided, T, T))
     assert torch.equal(got, sees(cu_seqlens, window, stride).long())
-    both = strided_beyond(AttentionMask(cu_seqlens, causal=False, window=window, stride=stride), pieces)
+    both = strided_entries(AttentionMask(cu_seqlens, causal=False, window=window, stride=stride), pieces)
     mirrored = document_slices(AttentionMask(cu_seqlens, causal=False, window=window))
     got = named((torch.arange(T), torch.arange(T), slice_table(mirrored)), T, T)
     got = sum((named(part, T, T) for part in both), got)
@@ -101,7 +101,7 @@ def test_values_and_gradients_are_the_definitions(window, stride, rich, causal):
     mask, x = AttentionMask(cu_seqlens, causal, window, stride=stride), leaves(2, 19)
     asked = rules(x, rich=rich)
     out = attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], mask, **asked)
-    scores = asked.get("scores", Scores(scale=8**-0.5))
+    scores = asked.get("scores", ScoreRules(scale=8**-0.5))
     seen = sees(cu_seqlens, window, stride, causal=causal)
     wanted = softmax_over(x["q"], x["k"], x["v"], seen, scores, sinks_of(asked.get("weights", ())))
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
@@ -117,12 +117,12 @@ def test_the_preferred_kernel_on_long_documents(dtype, products):
     cu_seqlens = (0, 300, 301, 700)
     x = leaves(1, 700, V=8, dtype=dtype)
     mask = AttentionMask(cu_seqlens, window=30, stride=17)
-    out = attend_once(LocalAttention(products=products), x["q"], x["k"], x["v"], mask)
+    out = attend_once(LocalAttention(matmul_mode=products), x["q"], x["k"], x["v"], mask)
     exact = q, k, v = [x[n].detach().double().requires_grad_() for n in "qkv"]
     apart = torch.arange(700)[:, None] - torch.arange(700)
     document = torch.bucketize(torch.arange(700), torch.tensor(cu_seqlens[1:]), right=True)
     seen = (document[:, None] == document) & (apart >= 0) & ((apart < 30) | (apart % 17 == 0))
-    wanted = softmax_over(q, k, v, seen, Scores(scale=8**-0.5))
+    wanted = softmax_over(q, k, v, seen, ScoreRules(scale=8**-0.5))
     dout = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     grads = torch.autograd.grad(out, [x[n] for n in "qkv"], dout)
     references = torch.autograd.grad(wanted, exact, dout.double())
@@ -168,7 +168,7 @@ def test_cuda_adapters_take_a_strides_slices(name):
     for pieces in (whole_documents((0, 1, 12, 30)), continuation(7, 30)):
         work = strided_work(pieces, 3, 4)
         assert work is not None
-        check(KERNELS[name](), table_slices(work.slices), Scores(scale=0.3, alibi_slopes_H=slopes))
+        check(KERNELS[name](), table_slices(work.slices), ScoreRules(scale=0.3, alibi_slopes_H=slopes))
 
 
 def sparse_decoder(layers: tuple[str, ...] = ("sparse", "full", "sparse"), *, keep: Keep = "all") -> Decoder:

@@ -124,7 +124,7 @@ def test_without_counting_only_what_has_a_gradient_is_formed():
     layer = Layer(5)
     documents = layer.documents
     known = layer.stats()
-    stats = router_stats(layer.logits, layer.routing(), layer.chosen, documents, S, counting=False)
+    stats = router_stats(layer.logits, layer.routing(), layer.chosen, documents, S, count_tokens=False)
     assert stats.counts_SE.count_nonzero() == sum(stats.diagnostics) == 0
     torch.testing.assert_close((stats.prob_sums_SE, stats.z_sum), (known.prob_sums_SE, known.z_sum))
     quiet = router_stats(layer.logits, layer.routing(), layer.chosen, documents, S, z_gradient=False)

@@ -183,7 +183,7 @@ def test_shards_of_a_sequence_are_let_in_as_the_whole(keep):
 
 def test_what_is_refused_is_missing_and_the_rest_is_as_it_was():
     """A layer by its definition: gates of all k choices, the refused ones' terms left out."""
-    from longctx.model.experts.layer import MixtureOfExperts, MoECall
+    from longctx.model.experts.moe_layer import MixtureOfExperts, MoECall
 
     torch.manual_seed(0)
     layer = MixtureOfExperts(tiny_config(shared_ffn_size=0)).double()

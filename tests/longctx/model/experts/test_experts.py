@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from longctx.model.experts import blocks as expert_blocks
-from longctx.model.experts import experts, tiles
+from longctx.model.experts import expert_blocks as expert_blocks
+from longctx.model.experts import experts, tiled_experts
 from longctx.model.experts.dispatch import (
     RECOMPUTE,
     DispatchHandle,
@@ -149,7 +149,7 @@ def tolerance(dtype, products):
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_low_precision(dtype, recompute, tile_tokens, products):
-    how = {"tile_tokens": tile_tokens, "recompute": recompute, "products": products}
+    how = {"tile_tokens": tile_tokens, "recompute": recompute, "matmul_mode": products}
     for biased in (False, True):
         module = build(dtype, expert_bias=biased)
         out, dx, *_ = compare(module, routed(dtype, nowhere=0.1), tolerance(dtype, products), **how)
@@ -167,7 +167,7 @@ def test_activations_and_biases(kind, biased):
 @pytest.fixture
 def all_rows_at_once(monkeypatch):
     """The way of other devices than a CPU."""
-    monkeypatch.setattr(tiles, "computes_in_blocks", lambda *_: False)
+    monkeypatch.setattr(tiled_experts, "computes_in_blocks", lambda *_: False)
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["counts unknown", "counts known"])
@@ -190,7 +190,7 @@ def _handle_that_counts(_, experts_nk, sizes):
 def test_all_rows_at_once_in_low_precision(dtype, products, all_rows_at_once):
     """Natively through PyTorch's grouped product. What lies between products is bfloat16 here in either way."""
     bound = tolerance(dtype, "native")
-    compare(build(dtype, expert_bias=True), routed(dtype, nowhere=0.1), bound, products=products)
+    compare(build(dtype, expert_bias=True), routed(dtype, nowhere=0.1), bound, matmul_mode=products)
 
 
 @both_ways
@@ -240,7 +240,7 @@ def test_a_second_run_computes_nothing_and_backward_once(monkeypatch):
 def test_experts_of_many_blocks(rows, products, monkeypatch):
     monkeypatch.setattr(expert_blocks, "BLOCK_TOKENS", rows)
     for dtype, bound in ((torch.float64, EXACT), (torch.bfloat16, tolerance(torch.bfloat16, products))):
-        compare(build(dtype, expert_bias=True), routed(dtype), bound, products=products)
+        compare(build(dtype, expert_bias=True), routed(dtype), bound, matmul_mode=products)
 
 
 def test_products_in_bfloat16_have_few_sizes():
@@ -426,9 +426,9 @@ class Later(Ready):
 def test_tokens_and_results_travel_while_experts_compute(recompute, monkeypatch):
     dispatcher, module, (x, gates, choices) = LoggingDispatcher(), build(), routed(nowhere=0.2)
     for name in ("forward_blocks", "backward_blocks"):
-        whole = getattr(tiles, name)
+        whole = getattr(tiled_experts, name)
         monkeypatch.setattr(
-            tiles, name, lambda *a, whole=whole, **k: dispatcher.log.append("compute") or whole(*a, **k)
+            tiled_experts, name, lambda *a, whole=whole, **k: dispatcher.log.append("compute") or whole(*a, **k)
         )
     out = module(x, gates, choices, ExpertRun(dispatcher, 12, recompute))
     torch.testing.assert_close(out, by_definition(module, x, gates, choices))

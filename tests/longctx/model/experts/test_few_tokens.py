@@ -19,7 +19,7 @@ def test_tokens_of_several_sequences(dtype, products):
     for tokens in (0, 1, 2, 8, 32, 33):
         x, gates, choices = routed(dtype, tokens=tokens, nowhere=0.1)
         with torch.no_grad():
-            found = module(x, gates, choices, ExpertRun(TokenDispatcher(), products=products))
+            found = module(x, gates, choices, ExpertRun(TokenDispatcher(), matmul_mode=products))
             wanted = by_definition(exact, x.double(), gates.double(), choices)
         bound = tolerance(dtype, "native")
         if dtype == torch.float64:

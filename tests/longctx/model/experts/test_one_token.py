@@ -48,7 +48,7 @@ def test_one_row_is_multiplied_as_many_are(products, has_bias):
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         operands = [tensor.to(dtype) for tensor in (x_NI, weight_OI, bias_O)]
         bias = operands[2] if has_bias else None
-        rows = multiply(operands[0], operands[1], bias, products=products)
-        one = multiply(operands[0][None, :1], operands[1], bias, products=products)
+        rows = multiply(operands[0], operands[1], bias, matmul_mode=products)
+        one = multiply(operands[0][None, :1], operands[1], bias, matmul_mode=products)
         assert one.shape == (1, 1, 24)
         torch.testing.assert_close(one[0], rows[:1], rtol=tolerance, atol=tolerance)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from longctx.architecture.rules import CHOICES, GATED
+from longctx.architecture.model_rules import CHOICES, GATED
 from longctx.model.layers.mlp import PLAIN, gated, gated_backward, gated_linear
 
 
@@ -47,9 +47,9 @@ def test_gated_linear_values_and_gradients(kind, biased):
     shapes = ((2, 5, 3), (2, 5, 3), (4, 3), (4,))
     gate, up, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
     inputs = (gate, up, weight, bias) if biased else (gate, up, weight)
-    assert torch.autograd.gradcheck(lambda *x: gated_linear(kind, *x, products="native"), inputs)
+    assert torch.autograd.gradcheck(lambda *x: gated_linear(kind, *x, matmul_mode="native"), inputs)
     wanted = DEFINED[kind](gate, up) @ weight.T + (bias if biased else 0)
-    torch.testing.assert_close(gated_linear(kind, *inputs, products="native"), wanted)
+    torch.testing.assert_close(gated_linear(kind, *inputs, matmul_mode="native"), wanted)
 
 
 def test_every_word_has_an_activation():

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.comm.messages.differences import find_differences
 from parallel.comm.messages.kinds import Kind
 from parallel.comm.messages.ledger import Ledger, is_balanced
+from parallel.comm.messages.message_errors import find_differences
 from parallel.comm.world import sum_over_ranks
 from parallel.mesh import Mesh
-from parallel.runtime.spans import enter_layer
+from parallel.runtime.activity import enter_layer
 from tests.helpers import on_ranks, run_distributed
 from tests.parallel.attention.attention_cases import Case, spread
 from tests.parallel.comm.messages import faults
@@ -41,7 +41,7 @@ def all_arrived(ledger: Ledger) -> bool:
 
 def settle(ledger: Ledger) -> None:
     assert all_arrived(ledger), find_differences(ledger)
-    ledger.settle()
+    ledger.reset()
 
 
 # A clean run: no false alarm.
@@ -138,7 +138,7 @@ def find_any_bit(count: int) -> None:
             spread(case, mesh)
         assert not all_arrived(mesh.comm.ledger), f"bit {bit} of exchange {exchange}"
         assert find_differences(mesh.comm.ledger).startswith("Rank 1 got ")
-        mesh.comm.ledger.settle()
+        mesh.comm.ledger.reset()
 
 
 def test_each_bit_of_a_float_is_found():
@@ -180,7 +180,7 @@ def test_a_message_that_the_other_side_does_not_know_is_told() -> None:
         ledger.post(Kind.KEYS, {1: [torch.ones(3)]}, [])
     assert not all_arrived(ledger)
     assert find_differences(ledger).startswith("Rank 1 did not get keys and values from rank 0")
-    ledger.settle()
+    ledger.reset()
     if ledger.rank == 0:
         ledger.post(Kind.KEYS, {}, [1]).note([[torch.ones(3)]])
     assert not all_arrived(ledger)

@@ -1,0 +1,78 @@
+"""Build checks: options before the build, and documents before the shards are assembled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from data_pipeline.prepare.left_out import left_out_lines
+from data_pipeline.prepare.parts.part_record import SPLITS, PartRecord
+from data_pipeline.prepare.parts.pool import usable_cores
+from data_pipeline.prepare.source_items import PAIRS
+from data_pipeline.prepare.sources import TextSource, no_text
+from data_pipeline.shards.shard_writer import DEFAULT_SHARD_TOKENS
+from longctx.chat.chat_encoder import REMEDIES
+from longctx.chat.chat_rule import ChatRule
+from longctx.errors import DataError
+from longctx.tokenizer.tokenizer_base import Tokenizer
+
+
+def check_paragraphs(source: TextSource) -> None:
+    """Raise ``DataError`` unless the source contains texts."""
+    if source.fields.kind != "text":
+        kind = "pairs" if source.fields.kind == PAIRS else "conversations"
+        raise DataError(f"--paragraphs keeps where those of texts begin, and {source.spec} holds {kind}: leave it out.")
+
+
+def check_parsing(source: TextSource, tokenizer: Tokenizer, *, paragraphs: bool, exact: bool) -> None:
+    """Raise ``DataError`` unless control tokens can be found in the source's texts."""
+    if source.fields.kind != "text":
+        raise DataError(f"--special-tokens parse reads texts, and {source.spec} holds none: leave it out.")
+    if paragraphs:
+        raise DataError("--special-tokens parse and --paragraphs do not go together: choose one.")
+    if exact:
+        raise DataError(
+            "--exact compares texts with what their ids spell, and special tokens spell nothing: choose one."
+        )
+    # Raises if the tokenizer's file does not specify how to find control tokens.
+    _ = tokenizer.control_finder
+
+
+def check_numbers(validation_fraction: float, shard_tokens: int, workers: int | None) -> None:
+    """Raise ``DataError`` if an option is out of range."""
+    if not 0 <= validation_fraction < 1:
+        raise DataError(f"validation_fraction={validation_fraction} must be at least 0 and less than 1. Try 0.05.")
+    if shard_tokens < 1:
+        raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
+    if workers is not None and workers < 1:
+        raise DataError(f"workers={workers} must be at least 1. Leave it out for all {usable_cores()} cores.")
+
+
+def check_trained(records: list[PartRecord], source: TextSource, chat: ChatRule) -> None:
+    """Raise ``DataError`` if more conversations are unusable for training than the rule allows."""
+    counts = {reason: source.left_out.counts[reason] for reason in REMEDIES if source.left_out.counts[reason]}
+    unusable = sum(counts.values())
+    kept = sum(record.splits[split].documents for record in records for split in SPLITS)
+    if unusable <= chat.most_left_out * (unusable + kept):
+        return
+    most = max(counts, key=lambda reason: counts[reason])
+    lines = left_out_lines(counts, source.left_out.examples)
+    raise DataError(
+        f"{unusable:,} conversations of {source.spec} cannot be trained on, beside {kept:,} documents "
+        f"(--most-left-out {chat.most_left_out:g}).\n"
+        + "\n".join(lines)
+        + f"\n{REMEDIES[most]}\nOther options begin anew, with --overwrite: what is encoded is of these. "
+        "--most-left-out goes on with it."
+    )
+
+
+def check_splits(records: list[PartRecord], source: TextSource, options: dict[str, Any]) -> None:
+    """Raise ``DataError`` if there are no documents to train on."""
+    counts = {split: sum(record.splits[split].documents for record in records) for split in SPLITS}
+    if not sum(counts.values()):
+        raise DataError(no_text(source.spec, source.left_out))
+    # Possible with a handful of documents; otherwise a run would fail only at its start.
+    if not counts["training"]:
+        raise DataError(
+            f"All {counts['validation']} documents of {source.spec} fell into the validation split "
+            f"(validation_fraction={options['validation_fraction']}).\nTry validation_fraction=0 or more documents."
+        )

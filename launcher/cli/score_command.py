@@ -1,0 +1,70 @@
+"""The verb ``score``; ``launcher/score.py`` runs it over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import OmitArgPrefixes, arg
+
+from launcher.cli.cli_output import Json, note, print_json, print_line
+from launcher.cli.evaluate_command import token_progress
+from launcher.cli.shared_options import RankFlags
+
+
+def score_tokens(
+    *,
+    checkpoint: Annotated[Path, arg(metavar="DIR")],
+    data: Annotated[str, arg(metavar="SHARDS")],
+    output: Annotated[Path, arg(metavar="DIR")],
+    tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER")] = None,
+    experts: bool = False,
+    beyond_positions: bool = False,
+    ranks: OmitArgPrefixes[RankFlags],
+    json: Json = False,
+) -> None:
+    """Write the log-likelihood of every token in a shard folder, given its document before it.
+
+    Writes Arrow files with complete documents: number, name, token ids, log-likelihoods in nats (null for the first
+    token). A block of documents is on disk before the next one starts, so the same command continues after an
+    interruption. Over ranks: --ranks N starts N ranks here, --hostfile FILE those on its hosts; for many short
+    documents use --parallel.context 1, so that each rank has documents of its own.
+
+    Args:
+        checkpoint: Checkpoint, run folder (its newest checkpoint), or Hugging Face folder.
+        data: Shard folder, or its URL.
+        output: Folder for the files.
+        tokenizer: For a folder without its own: SentencePiece model, tokenizer.json, or a folder with one.
+        experts: Also write which experts read each token, layer by layer.
+        beyond_positions: Allow documents longer than the model's positions.
+        ranks: Device, memory, and ranks that deepspeed or torchrun starts.
+    """
+    import launcher.evaluation.score_run as scores
+    from parallel.runtime.launched import environment_rank
+
+    options = scores.ScoreOptions(
+        checkpoint=checkpoint,
+        data=data,
+        output=output,
+        tokenizer=tokenizer,
+        experts=experts,
+        beyond_positions=beyond_positions,
+        **ranks.values(),
+    )
+    # All ranks compute; rank 0 prints.
+    is_rank_0 = environment_rank()[0] == 0
+    try:
+        total = scores.score_shards(options, token_progress)
+    except KeyboardInterrupt:
+        if is_rank_0:
+            note(f"{output} holds what was scored: the same command goes on from there.")
+        raise
+    if not is_rank_0:
+        return
+    if json:
+        print_json(vars(total))
+        return
+    print_line(f"{total.documents:,} documents, {total.tokens:,} tokens: {total.mean:.4f} nats a token")
+    if total.counted_tokens != total.tokens:
+        print_line(f"  of the {total.counted_tokens:,} that count in a loss: {total.target_mean:.4f}")
+    print_line(str(output))

@@ -1,0 +1,312 @@
+"""Network survey results: blocked ports and unsuitable interfaces, with advice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from launcher.doctor.check_result import CheckResult, CheckStatus
+from launcher.doctor.network.interfaces import Interface, is_loopback, is_virtual
+from launcher.doctor.network.nccl import INFINIBAND, SOCKET, NcclNetwork
+from launcher.doctor.network.network_probe import HostNetwork, NetworkState, Port
+from launcher.wording import first_names
+from parallel.runtime.interface import INTERFACE_VARIABLE
+
+_VARIABLES = (INTERFACE_VARIABLE, "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_NET")
+_IN_FILE = "a line of ~/.deepspeed_env"
+_MOST_NAMED = 4
+"""Limit on pairs or hosts named in one line."""
+_OPEN = "open TCP between the hosts, the port at which ranks meet and all of net.ipv4.ip_local_port_range"
+
+
+def skipped(why: str) -> CheckResult:
+    """Report that the network check was skipped."""
+    return CheckResult.of("network", f"not looked at: {why}")
+
+
+def host_network_results(state: NetworkState, environment: Mapping[str, str] = os.environ) -> list[CheckResult]:
+    """Check the network between a hostfile's hosts; ``environment`` is this machine's."""
+    # Causes before consequences: missing host, unsuitable interface, blocked port, NCCL.
+    results = _failed_hosts(state) + check_variables(state, environment)
+    results += check_gloo_interface(state) + check_nccl_network(state)
+    return results + _ports(state) + _nccl_problem(state)
+
+
+def machine_network_results(state: NetworkState) -> list[CheckResult]:
+    """Check NCCL's network from this machine, and NCCL between its GPUs."""
+    return _failed_hosts(state) + check_local_nccl(state) + _blocked(state) + _nccl_problem(state)
+
+
+def bandwidth_hint(state: NetworkState, launcher: str = "") -> CheckResult:
+    """Report that rates are not measured, with the command that measures them.
+
+    ``launcher`` prefixes the command to start one process per rank; without it one process drives all local GPUs.
+    """
+    num_gpus = max((network.num_gpus for network in state.networks.values()), default=0)
+    # sendrecv_perf measures one ring hop: every rank sends to the next one at the same time.
+    value = f"not measured. nccl-tests do: {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g {num_gpus}"
+    if launcher:
+        value = f"not measured. nccl-tests (make MPI=1) do: {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g 1"
+    if not num_gpus:
+        value = "not measured. Without GPUs iperf3 does: `iperf3 -s` on one host, `iperf3 -c HOST -P 4` on another"
+    return CheckResult.of("rates", value)
+
+
+def state_to_json(state: NetworkState) -> dict[str, Any]:
+    """Return the survey as plain values: rendezvous address, interfaces, NCCL networks and blocked ports."""
+    return {
+        "meeting_place": state.rendezvous,
+        "interfaces": {name: network.interface for name, network in state.networks.items()},
+        "nccl": {
+            name: {"network": nccl_of(state, name).describe(), "was_asked": name in state.nccl}
+            for name in state.networks
+        },
+        "blocked": [
+            {"from": port.source, "to": port.target, "port": port.number, "problem": port.problem}
+            for port in state.blocked
+        ],
+    }
+
+
+def _nccl_problem(state: NetworkState) -> list[CheckResult]:
+    if not state.nccl_problem:
+        return []
+    hint = "See the other findings first; then NCCL_DEBUG=INFO in .deepspeed_env says more"
+    return [CheckResult.of("NCCL", state.nccl_problem, hint, "fail")]
+
+
+def _failed_hosts(state: NetworkState) -> list[CheckResult]:
+    """Report one failure per reason that removed hosts from the survey."""
+    results = []
+    # Hosts with the same problem share a line; dict.fromkeys keeps first-seen order.
+    for why in dict.fromkeys(state.failures.values()):
+        names = names_of([name for name, reason in state.failures.items() if reason == why])
+        hint = f"Nothing is known of the network of {names}: see its other findings, then try again"
+        results.append(CheckResult.of("network", f"{names}: {why}", hint, "fail"))
+    return results
+
+
+def _ports(state: NetworkState) -> list[CheckResult]:
+    """Report blocked ports, or one success if all hosts reach each other."""
+    if results := _blocked(state):
+        return results
+    # A silent host has not tested its own connections, so success is unknown.
+    if state.rendezvous is None or state.failures or len(state.networks) < len(state.hosts):
+        return []
+    address, number = state.rendezvous
+    value = f"every host reaches {address}:{number}, and a free port of every other"
+    return [CheckResult.of("ports", value)]
+
+
+def _blocked(state: NetworkState) -> list[CheckResult]:
+    """Report one failure per problem, separately for rendezvous and gloo ports."""
+    # One firewall rule blocks many ports; grouping reports it once.
+    groups: dict[tuple[bool, str], list[Port]] = {}
+    for port in state.blocked:
+        groups.setdefault((port.is_rendezvous, port.problem), []).append(port)
+    results = []
+    for (is_rendezvous, problem), ports in groups.items():
+        port_kind, hint = "where gloo listens", _port_hint(problem)
+        if is_rendezvous:
+            port_kind = "where ranks meet"
+            hint += "; or give deepspeed another address of the first host: --master_addr"
+        value = f"{names_of(_describe_blocked(ports, state))}, {port_kind}: {problem}"
+        results.append(CheckResult.of("ports", value, hint, "fail"))
+    return results
+
+
+def _describe_blocked(ports: Sequence[Port], state: NetworkState) -> list[str]:
+    """Describe each host cut off in both directions, then each other blocked pair."""
+    pairs = {(port.source, port.target): f"{port.address}:{port.number}" for port in ports}
+    alone = _disconnected_hosts(pairs, list(state.networks))
+    phrases = [f"{name} and the other {len(state.networks) - 1} hosts do not reach each other" for name in alone]
+    for (source, target), place in pairs.items():
+        if source in alone or target in alone:
+            continue
+        if (target, source) not in pairs:
+            phrases.append(f"{source} does not reach {target} ({place})")
+        # The loop visits both directions: report the pair once.
+        elif source < target:
+            phrases.append(f"{source} and {target} do not reach each other ({place}, {pairs[target, source]})")
+    return phrases
+
+
+def _disconnected_hosts(pairs: Mapping[tuple[str, str], str], names: Sequence[str]) -> list[str]:
+    """Return hosts cut off from all others in both directions; empty below three hosts."""
+    if len(names) < 3:
+        return []
+    return [
+        name
+        for name in names
+        if all((name, other) in pairs and (other, name) in pairs for other in names if other != name)
+    ]
+
+
+def _port_hint(problem: str) -> str:
+    if "no answer" in problem or "no word" in problem:
+        return f"A firewall drops what is sent: {_OPEN}"
+    if "refused" in problem:
+        return f"A firewall refuses, or the address is another machine's: {_OPEN}"
+    if "another program" in problem:
+        return "The address is another machine's, or is forwarded: look at `hostname -I` and /etc/hosts there"
+    return "There is no way to that network: look at `ip route get ADDRESS`, or name another interface"
+
+
+# Interfaces that gloo and NCCL use on every host.
+
+
+def check_variables(state: NetworkState, environment: Mapping[str, str] = os.environ) -> list[CheckResult]:
+    """Report variables in ``environment`` that deepspeed does not pass to the hosts."""
+    results = []
+    # A variable exported in a shell works on one machine, but silently has no effect on the others.
+    for variable in _VARIABLES:
+        value = environment.get(variable)
+        without = [name for name, network in state.networks.items() if network.environment.get(variable) != value]
+        if value is not None and without:
+            text = f"{variable}={value} is set here, and not on {names_of(without)}"
+            hint = f"deepspeed does not hand it over: make it {_IN_FILE}"
+            results.append(CheckResult.of("environment", text, hint))
+    return results
+
+
+def check_gloo_interface(state: NetworkState) -> list[CheckResult]:
+    """Report gloo's interface on every host; empty if no host answers."""
+    networks = state.networks
+    if not networks or state.rendezvous is None:
+        return []
+    reason = f"the way to {state.rendezvous[0]}"
+    if named := [name for name, network in networks.items() if INTERFACE_VARIABLE in network.environment]:
+        reason = f"{INTERFACE_VARIABLE} on {names_of(named)}"
+    value = f"{by_value({name: _format_interface(network) for name, network in networks.items()})} ({reason})"
+    hint = ""
+    # Two names for one machine reach each other over any interface.
+    if _num_machines(state) > 1:
+        hint = interface_hint([network.interface for network in networks.values()], INTERFACE_VARIABLE)
+        hint = hint or _mtu_hint(networks)
+    return [CheckResult.of("gloo interface", value, hint)]
+
+
+def interface_hint(names: Iterable[str], variable: str) -> str:
+    """Return advice about interfaces across all hosts, or ""."""
+    names = list(names)
+    example = f"name the one that leads to the other hosts, {variable}=eth0 for example, in {_IN_FILE}"
+    if any(is_loopback(name) for name in names):
+        return f"A loopback interface reaches no other machine: {example}"
+    if any(is_virtual(name) for name in names):
+        return f"An interface of containers leads to its own machine only: {example}"
+    if len(set(names)) > 1:
+        return f"Interfaces differ, perhaps networks too: {example}"
+    return ""
+
+
+def check_nccl_network(state: NetworkState) -> list[CheckResult]:
+    """Report the network NCCL uses, or would use, on every host; empty if no host answers."""
+    networks = {name: nccl_of(state, name) for name in state.networks}
+    if not networks:
+        return []
+    value = f"{by_value({name: network.describe() for name, network in networks.items()})} ({_source(networks)})"
+    hint = ""
+    # Without GPUs no run depends on NCCL, and two names for one machine reach each other over any interface.
+    has_gpus = any(network.num_gpus for network in state.networks.values())
+    if has_gpus and _num_machines(state) > 1:
+        hint = _nccl_hint(state, networks)
+    status: CheckStatus = "warn"
+    if any(not network.transport for network in networks.values()):
+        status = "fail"
+    return [CheckResult.of("NCCL network", value, hint, status)]
+
+
+def check_local_nccl(state: NetworkState) -> list[CheckResult]:
+    """Report NCCL's network from this machine to others; all surveyed ranks are local."""
+    for name in state.networks:
+        # All local ranks report the same network.
+        network = nccl_of(state, name)
+        value = f"{network.describe()} to other machines ({_source({name: network})})"
+        return [CheckResult.of("NCCL network", value)]
+    return []
+
+
+def nccl_of(state: NetworkState, name: str) -> NcclNetwork:
+    """Return the network NCCL reported on a host, or the one its rules predict."""
+    return state.nccl.get(name, state.networks[name].nccl)
+
+
+def _num_machines(state: NetworkState) -> int:
+    return len({network.machine for network in state.networks.values()})
+
+
+def _source(networks: Mapping[str, NcclNetwork]) -> str:
+    reported = [name for name, network in networks.items() if network.is_reported]
+    if not reported:
+        return "by its rules: without a GPU it was not asked"
+    if len(reported) < len(networks):
+        return f"NCCL says so on {names_of(reported)}, elsewhere by its rules"
+    return "NCCL says so"
+
+
+def _nccl_hint(state: NetworkState, networks: Mapping[str, NcclNetwork]) -> str:
+    if none := [name for name, network in networks.items() if not network.transport]:
+        return f"NCCL finds no network on {names_of(none)}: look at NCCL_SOCKET_IFNAME, NCCL_IB_HCA and NCCL_NET there"
+    transports = {network.transport for network in networks.values()}
+    # The device checks below compare hosts that share one transport.
+    if len(transports) > 1:
+        return "Hosts differ, and NCCL does not start so: the same adapters, drivers and NCCL_ variables on all"
+    if unused := [name for name in networks if transports == {SOCKET} and _has_adapter(state.networks[name])]:
+        return (
+            f"NCCL leaves out active RDMA adapters of {names_of(unused)}: look at NCCL_IB_DISABLE and NCCL_IB_HCA, "
+            "and that a container sees /dev/infiniband"
+        )
+    # Adapter names often differ between machine types; adapters on different fabrics cannot reach each other.
+    if transports == {INFINIBAND} and len({network.devices for network in networks.values()}) > 1:
+        return "Adapters differ between hosts: name those of one fabric with NCCL_IB_HCA"
+    return interface_hint(
+        [network.bootstrap_interface or next(iter(network.devices), "") for network in networks.values()],
+        "NCCL_SOCKET_IFNAME",
+    )
+
+
+def _has_adapter(network: HostNetwork) -> bool:
+    return any(adapter.is_active for adapter in network.adapters)
+
+
+def _of_gloo(network: HostNetwork) -> Interface | None:
+    """Return gloo's interface on a host; None if the host does not list it."""
+    return next((one for one in network.interfaces if one.name == network.interface), None)
+
+
+def _format_interface(network: HostNetwork) -> str:
+    """Format gloo's interface with its MTU, and its speed if the driver reports one."""
+    interface = _of_gloo(network)
+    if interface is None:
+        return network.interface
+    speed = ""
+    if interface.megabits:
+        speed = f"{interface.megabits / 1000:g} Gbit/s, "
+    return f"{interface.name} ({speed}MTU {interface.mtu})"
+
+
+def _mtu_hint(networks: Mapping[str, HostNetwork]) -> str:
+    # Path MTU discovery often fails behind firewalls, so a large packet may be dropped without an error.
+    sizes = {interface.mtu for network in networks.values() if (interface := _of_gloo(network)) is not None}
+    if len(sizes) < 2:
+        return ""
+    return f"Large packets may get lost where the MTU differs: ip link set IFACE mtu {min(sizes)} on all"
+
+
+# Host names in messages.
+
+
+def names_of(names: Sequence[str]) -> str:
+    """Format names as ``a, b`` or ``a, b, c, d and 12 extra_tables``."""
+    return first_names(list(names), _MOST_NAMED)
+
+
+def by_value(values: Mapping[str, str]) -> str:
+    """Format as ``eth0 on all 3 hosts`` if all values agree, otherwise as ``eth0 on a, b; ib0 on c``."""
+    different = list(dict.fromkeys(values.values()))
+    if len(values) == 1:
+        return different[0]
+    if len(different) == 1:
+        return f"{different[0]} on all {len(values)} hosts"
+    return "; ".join(f"{value} on {names_of([n for n in values if values[n] == value])}" for value in different)

@@ -1,0 +1,140 @@
+"""``LeakProbe``: test if documents in a packed row affect each other, in a run's layout, kernel, chunks and mixers."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from launcher.config.resolved import ResolvedConfig
+from launcher.training.setup import build_engine
+from launcher.training.task_builder import shard_batch
+from launcher.verification.random_rows import micro_batch, packed_rows, source_rows
+from longctx.batch import IGNORED_TARGET, Stream
+from longctx.evaluation.document_leaks import Leaks, find_leaks
+from parallel.comm.world import gather_objects, sum_over_ranks
+from parallel.mesh import Mesh
+from parallel.zero.zero_engine import ZeroEngine
+
+_ROUNDING = {"float32": 1e-3, "bfloat16": 0.2}
+"""Allowed change from a document's place in its row, in standard deviations of the model's output."""
+
+
+class LeakProbe:
+    """A run's model with random weights, and rows of documents for it to read."""
+
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, device: torch.device) -> None:
+        self.config, self.mesh, self.device = config, mesh, device
+        self.engine: ZeroEngine = build_engine(config, mesh, accumulation=1)
+        self.engine.initialize(config.run.seed)
+        rows = config.micro_batches(mesh.world_size).rows(0, 0)
+        # The same rows on every data rank: each context group is tested independently.
+        self.stream = micro_batch(config, 0, rows)
+
+    def run(self) -> dict[str, Leaks]:
+        """Return leaks into token likelihoods, and into document losses in training. Collective.
+
+        Multi-token prediction adds leaks into its losses, and an encoder adds leaks from a source into other documents'
+        losses.
+        """
+        tokens, documents, source = self.stream.tokens, self.stream.document_ids, self.stream.source
+        vocab_size = self.config.model.vocab_size
+        found = {
+            "likelihoods of tokens": find_leaks(self._likelihoods, tokens, documents, vocab_size=vocab_size),
+            "losses in training": find_leaks(self._losses, tokens, documents, vocab_size=vocab_size),
+        }
+        if self.config.train.mtp_weight:
+            mtp_losses = partial(self._losses, of="mtp_nll")
+            found["losses further ahead"] = find_leaks(mtp_losses, tokens, documents, vocab_size=vocab_size)
+        if source is not None:
+            ids = source.document_ids
+            found["losses, of a source"] = find_leaks(self._of_sources, source.tokens, ids, vocab_size=vocab_size)
+        return found
+
+    def _likelihoods(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
+        """Return each token's negative log-likelihood [B, T, 1], gathered from all ranks."""
+        stream = self._packed(tokens, document_ids)
+        shard = shard_batch(self._with_targets(stream, stream.document_ids >= 0), self.config, self.mesh)
+        task = self.engine.model
+        own = task.token_nll(task.prepare(shard.to(self.device))).float().cpu()
+        # Data ranks hold the same rows: join only this group's parts, in context order.
+        parts = gather_objects((self.mesh.data_rank, self.mesh.context_rank, own))
+        mine = [part for data_rank, _, part in sorted(parts, key=_place) if data_rank == self.mesh.data_rank]
+        whole = shard.placement.join(mine, 1)
+        return whole[:, : tokens.numel()].view(*tokens.shape, 1)
+
+    def _with_targets(self, stream: Stream, is_target: Tensor) -> Stream:
+        """Return the stream with these tokens counted: their next tokens, or themselves if the objective is masked."""
+        if self.config.mask is None:
+            return dataclasses.replace(stream, loss_mask=is_target)
+        return dataclasses.replace(stream, masked=stream.tokens.masked_fill(~is_target, IGNORED_TARGET))
+
+    def _losses(self, tokens: Tensor, document_ids: Tensor, of: str | None = None) -> Tensor:
+        """Return the loss for each token's document [B, T, 1], from the training pass, in chunks if the run has them.
+
+        ``of`` names a sum other than the reported one.
+        """
+        stream = self._packed(tokens, document_ids)
+        return self._losses_of(stream, stream.document_ids, of)
+
+    def _of_sources(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
+        """Return, for each source token, the loss for the document that reads it [B, S, 1]."""
+        rows, of_row = self.stream.document_ids, []
+        for ids in rows:
+            of_row.append(len(set(ids[ids >= 0].tolist())))
+        stream = dataclasses.replace(self.stream, source=source_rows(tokens, document_ids, of_row))
+        return self._losses_of(stream, document_ids)
+
+    def _losses_of(self, stream: Stream, ids: Tensor, of: str | None = None) -> Tensor:
+        found = torch.zeros(ids.shape)
+        for number in range(stream.documents.num_documents):
+            # Only this document's tokens count, so the total is its own loss.
+            own = stream.document_ids == number
+            if not own.any():
+                continue
+            shard = shard_batch(self._with_targets(stream, own), self.config, self.mesh).to(self.device)
+            task = self.engine.model
+            # With gradients, forward takes the training path: chunks, recomputation, offloading.
+            with torch.enable_grad():
+                sums = self.engine.forward(task.prepare(shard))
+            total = sum_over_ranks(sums[of or task.reported].detach().double().cpu())
+            found[ids == number] = float(total)
+        return found[..., None]
+
+    def _packed(self, tokens: Tensor, document_ids: Tensor) -> Stream:
+        return dataclasses.replace(packed_rows(tokens, document_ids), source=self.stream.source)
+
+
+def probe_text(found: dict[str, Leaks], description: str, started: float, dtype: str) -> tuple[str, bool]:
+    """Return the result text, and True if no document leaks."""
+    of_tokens = next(iter(found.values()))
+    moved = max(of.moved for of in found.values())
+    has_leak = any(of.leaked_share for of in found.values())
+    lines = [
+        f"Leak probe of {description}",
+        "One token of the first document changed, at its beginning and at its end. Of other documents changed:",
+        f"  likelihoods of tokens   {of_tokens.leaked_share:.1%} of {of_tokens.num_other_tokens:,}",
+        *(f"  {name:<24}{of.leaked_share:.1%} of the tokens' documents" for name, of in list(found.items())[1:]),
+        f"Of the first document's own tokens {of_tokens.inside_share:.0%}.",
+        f"With the first document a token shorter, the others change by {moved:.1e} of what they say "
+        f"(rounding: up to {_ROUNDING[dtype]:.0e}).",
+        f"{time.perf_counter() - started:.1f} s.",
+    ]
+    # Without an effect on its own document, the changed token proves nothing about the others.
+    if not all(of.inside_share for of in found.values()):
+        lines.append("The probe says nothing: the first document itself did not change.")
+    elif has_leak:
+        largest = max(of.largest for of in found.values())
+        lines.append(f"Documents see each other: the largest change is {largest:.1e}.")
+    elif not moved <= _ROUNDING[dtype]:
+        lines.append("Documents know where they begin in their row: positions go on over a boundary.")
+    else:
+        lines.append("Nothing leaks.")
+    return "\n".join(lines), lines[-1] == "Nothing leaks."
+
+
+def _place(part: tuple[int, int, Tensor]) -> tuple[int, int]:
+    return part[0], part[1]

@@ -1,0 +1,479 @@
+"""Cross-field rules for ``ModelFields``. Each message names the value, the rule and the nearest valid value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+from longctx.architecture.fields import DeltaFields, GlobalFields, ModelFields, encoder_of
+from longctx.architecture.layer_specs import mixers_of
+from longctx.architecture.mixers.layer_kinds import MIXERS, READS
+from longctx.architecture.types import check_types
+from longctx.errors import ConfigError
+from longctx.untrusted.strict_json import shown
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "norm": ("rmsnorm", "layernorm"),
+    "norm_order": ("pre", "post", "sandwich", "output", "hybrid"),
+    "activation": ("swiglu", "geglu", "geglu_tanh", "swiglu_oai", "gelu", "gelu_tanh", "relu", "relu2", "silu"),
+    "qk_norm": ("none", "head", "full"),
+    "position": ("rope", "none", "learned", "sinusoidal", "sinusoidal_halves", "alibi", "t5", "relative"),
+    "score_function": ("softmax", "sigmoid"),
+    "balance_scope": ("sequence", "micro_batch", "global_batch"),
+    "pair_head": ("none", "nsp", "sop"),
+}
+"""Allowed values per text field."""
+
+GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
+"""Activations that multiply two projections."""
+
+_AT_LEAST_ONE = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_positions",
+    "expert_groups",
+    "groups_per_token",
+    "relative_buckets",
+    "relative_max_distance",
+)
+_POSITIVE = ("norm_eps", "init_std", "embedding_scale", "residual_scale", "logit_scale", "routed_scale")
+_NOT_NEGATIVE = (
+    "embedding_std",
+    "encoder_layers",
+    "mtp_layers",
+    "embedding_size",
+    "segments",
+    "position_offset",
+    "num_experts",
+    "shared_ffn_size",
+    "balance_loss_weight",
+    "attention_scale",
+    "attention_softcap",
+    "logit_softcap",
+    "window",
+    "sparse_stride",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "rope_head_dim",
+    "value_head_dim",
+    "delta_key_heads",
+    "delta_value_heads",
+    "delta_key_dim",
+    "delta_value_dim",
+    "global_head_dim",
+    "global_kv_heads",
+    "local_rope_theta",
+    "router_z_loss_weight",
+    "selection_bias_rate",
+    "capacity_factor",
+)
+
+MAX_LAYERS = 4096
+"""Layer limit, also for lists with one entry per layer."""
+UPPER_BOUNDS = {
+    "num_layers": MAX_LAYERS,
+    "encoder_layers": MAX_LAYERS,
+    "mtp_layers": 64,
+    "num_experts": 2**16,
+    "vocab_size": 2**32,
+    "hidden_size": 2**20,
+    "embedding_size": 2**20,
+    "segments": 2**16,
+    "position_offset": 2**40,
+    "num_heads": 2**14,
+    "num_kv_heads": 2**14,
+    "head_dim": 2**16,
+    "value_head_dim": 2**16,
+    "delta_key_heads": 2**14,
+    "delta_value_heads": 2**14,
+    "delta_key_dim": 2**16,
+    "delta_value_dim": 2**16,
+    "delta_conv": 2**10,
+    "global_head_dim": 2**16,
+    "global_kv_heads": 2**14,
+    "rope_head_dim": 2**16,
+    "q_lora_rank": 2**20,
+    "kv_lora_rank": 2**20,
+    "ffn_size": 2**22,
+    "expert_ffn_size": 2**22,
+    "shared_ffn_size": 2**22,
+    "expert_groups": 2**16,
+    "groups_per_token": 2**16,
+    "experts_per_token": 2**16,
+    "max_positions": 2**40,
+    "window": 2**40,
+    "sparse_stride": 2**40,
+    "relative_buckets": 2**20,
+    "relative_max_distance": 2**40,
+}
+"""Upper bounds far above any model, low enough that no product overflows and no loop over one takes long."""
+
+
+def check_model(config: ModelFields) -> None:
+    """Raise ConfigError for the first violated rule."""
+    # Types and ranges first: the later rules compare and divide.
+    check_types(config, "model")
+    _check_numbers(config)
+    # Values that later rules compare with.
+    for name, choices in CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ConfigError(f"model.{name}={shown(getattr(config, name))} is unknown. Try one of {list(choices)}.")
+    _check_heads(config)
+    _check_layers(config)
+    _check_mixers(config)
+    _check_positions(config)
+    _check_biases(config)
+    _check_ends(config)
+    _check_ffn(config)
+    if config.num_experts:
+        _check_experts(config)
+    if config.encoder_layers:
+        _check_encoder(config)
+    if config.mtp_layers:
+        _check_mtp(config)
+
+
+def _check_mtp(config: ModelFields) -> None:
+    """Raise ConfigError if multi-token prediction blocks cannot read the model's embeddings or residual stream.
+
+    The blocks read the token embedding table, and hidden states after the last norm.
+    """
+    required = {
+        "causal": True,
+        "encoder_layers": 0,
+        "shared_layers": False,
+        "embedding_size": 0,
+        "embedding_norm": False,
+        "segments": 0,
+        "head_transform": False,
+    }
+    actual = {name: getattr(config, name) for name in required}
+    violations = [
+        f"model.{name}={shown(actual[name])} (needs {shown(value)})"
+        for name, value in required.items()
+        if actual[name] != value
+    ]
+    if config.position not in ("rope", "none", "alibi"):
+        violations.append(f"model.position={shown(config.position)} (needs rope, none or alibi)")
+    if config.norm_order == "post":
+        violations.append("model.norm_order='post' (needs another one)")
+    if violations:
+        raise ConfigError(
+            f"model.mtp_layers={config.mtp_layers} does not go with {', '.join(violations)}: such a block "
+            "reads the next "
+            "token's row of the embedding table beside a hidden state.\nTry model.mtp_layers=0."
+        )
+
+
+def _check_encoder(config: ModelFields) -> None:
+    """Raise ConfigError unless the model supports an encoder, and cross attention in the decoder's layers."""
+    required = {
+        "causal": (True, "the decoder's own tokens see none behind them; an encoder alone has model.encoder_layers=0"),
+        "num_experts": (0, "routers are counted and replayed by the layers of one stack"),
+        "kv_lora_rank": (0, "cross attention has no latents"),
+        "attention_gate": (False, "no published model with cross attention has such gates"),
+        "shared_layers": (False, "no published model with cross attention shares them"),
+    }
+    for name, (value, why) in required.items():
+        if getattr(config, name) != value:
+            raise ConfigError(
+                f"model.{name}={getattr(config, name)} goes with no encoder (model.encoder_layers="
+                f"{config.encoder_layers}): {why}. Set model.{name}={str(value).lower()}."
+            )
+    if config.norm_order not in ("pre", "post"):
+        raise ConfigError(
+            f"model.norm_order={config.norm_order!r} goes with no encoder (model.encoder_layers="
+            f"{config.encoder_layers}). Try 'pre' or 'post'."
+        )
+    for name in ("layers", "rope_layers"):
+        count = len(getattr(config, name))
+        # Patterns repeat over both stacks, so they must fit into the shallower one.
+        if count > config.encoder_layers:
+            raise ConfigError(
+                f"model.{name} names {count} layers, and the encoder has model.encoder_layers={config.encoder_layers}; "
+                "kinds are repeated over the depth of either. Name fewer, or more of its layers."
+            )
+    # The encoder's own tokens are bidirectional, which some fields do not support.
+    check_model(encoder_of(config))
+
+
+def _check_numbers(config: ModelFields) -> None:
+    """Raise ConfigError for numbers out of range, and for a norm offset without effect."""
+    for name in _AT_LEAST_ONE:
+        if getattr(config, name) < 1:
+            raise ConfigError(f"model.{name}={getattr(config, name)} must be at least 1.")
+    for name, most in UPPER_BOUNDS.items():
+        if getattr(config, name) > most:
+            raise ConfigError(f"model.{name}={shown(getattr(config, name))} must be at most {most:,}.")
+    for name in _POSITIVE:
+        if not 0 < getattr(config, name) < math.inf:
+            raise ConfigError(f"model.{name}={getattr(config, name)} must be a positive number.")
+    for name in _NOT_NEGATIVE:
+        if not 0 <= getattr(config, name) < math.inf:
+            raise ConfigError(f"model.{name}={getattr(config, name)} must not be negative; 0 means none.")
+    if config.norm_offset and config.norm == "layernorm":
+        raise ConfigError(
+            "model.norm_offset=true has no effect with model.norm='layernorm'. Use rmsnorm, or norm_offset=false."
+        )
+    if not 0 <= config.residual_dropout < 1:
+        raise ConfigError(f"model.residual_dropout={config.residual_dropout} must lie at 0 or above, and below 1.")
+    if not 0 <= config.router_jitter < 1:
+        raise ConfigError(f"model.router_jitter={config.router_jitter} must lie at 0 or above, and below 1.")
+
+
+def _check_heads(config: ModelFields) -> None:
+    """Raise ConfigError unless each key/value head serves equally many query heads."""
+    if config.num_heads % config.num_kv_heads:
+        divisors = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
+        raise ConfigError(
+            f"model.num_kv_heads={config.num_kv_heads} does not divide model.num_heads={config.num_heads}.\n"
+            f"Try one of {divisors}."
+        )
+
+
+def _check_layers(config: ModelFields) -> None:
+    """Raise ConfigError for unknown layer kinds, and for a window or stride that no layer reads."""
+    if not config.layers or not set(config.layers) <= set(MIXERS):
+        raise ConfigError(
+            f"model.layers={shown(list(config.layers))} must name one or more of {list(MIXERS)}, on a command line "
+            "without quotes: --model.layers full window."
+        )
+    for name in ("layers", "rope_layers"):
+        count = len(getattr(config, name))
+        # A longer pattern would describe layers that do not exist.
+        if not 1 <= count <= config.num_layers:
+            raise ConfigError(
+                f"model.{name} names {count} layers; with model.num_layers={config.num_layers} it must name 1 to "
+                f"{config.num_layers}, which are repeated over the depth."
+            )
+    if config.shared_layers:
+        _check_shared(config)
+    # An option without effect is an error: the model would differ from the intended one.
+    for name, readers, example in (("window", "window and sparse", 4096), ("sparse_stride", "sparse", 128)):
+        is_needed, value = is_read(config, name), getattr(config, name)
+        if is_needed != (value > 0):
+            hint = f"Try model.{name}=0, or name {readers} layers."
+            if is_needed:
+                hint = f"Set it, to {example} say."
+            raise ConfigError(
+                f"model.{name}={value} with model.layers={list(config.layers)}: {readers} layers need a {name} of at "
+                f"least 1, and nothing else reads it. {hint}"
+            )
+
+
+def _check_shared(config: ModelFields) -> None:
+    """Raise ConfigError unless one block can serve as every layer."""
+    if len(set(config.layers)) > 1 or len(set(config.rope_layers)) > 1:
+        raise ConfigError(
+            f"model.shared_layers=true makes all layers one block, and model.layers={list(config.layers)}, "
+            f"model.rope_layers={list(config.rope_layers)} differ between layers. Name one kind."
+        )
+    if config.num_experts:
+        raise ConfigError(
+            f"model.shared_layers=true goes with no experts (model.num_experts={config.num_experts}): their routers "
+            "are counted and replayed by layer. Set model.num_experts=0."
+        )
+
+
+def is_read(config: ModelFields, field: str) -> bool:
+    """Return True if a layer in the config reads this field from ``READS``."""
+    return any(field in READS.get(kind, ()) for kind in config.layers)
+
+
+def _check_mixers(config: ModelFields) -> None:
+    """Raise ConfigError for fields that a mixer in the model does not support, or that no mixer reads."""
+    if not config.is_latent:
+        for name in ("q_lora_rank", "rope_head_dim", "value_head_dim"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"model.{name}={getattr(config, name)} belongs to latent attention; set model.kv_lora_rank too, or "
+                    f"model.{name}=0."
+                )
+    # Sizes for layer kinds that the model does not have.
+    for layer_kinds, group in (("gated_delta, kda and mamba2", DeltaFields), ("global", GlobalFields)):
+        for field in fields(group):
+            value = getattr(config, field.name)
+            if value != field.default and not is_read(config, field.name):
+                raise ConfigError(
+                    f"model.{field.name}={shown(value)} belongs to {layer_kinds} layers, and model.layers="
+                    f"{list(config.layers)} has none. Name some, or leave it out."
+                )
+    mixers = mixers_of(config)
+    if config.attention_gate and not any(mixer.core in ("softmax", "linear") for mixer in mixers):
+        raise ConfigError(
+            f"model.attention_gate=true gates softmax layers; model.layers={list(config.layers)} has none. Set false."
+        )
+    if config.v_norm and (
+        config.is_latent or config.encoder_layers or not any(mixer.core in ("softmax", "linear") for mixer in mixers)
+    ):
+        raise ConfigError(
+            "model.v_norm=true norms the values of softmax and linear layers; latent attention, encoders beside a "
+            f"decoder and model.layers={list(config.layers)} have none. Set false."
+        )
+    # One kind alone would make hybrid the same as pre or output.
+    if config.norm_order == "hybrid" and len({mixer.core == "gated_delta" for mixer in mixers}) == 1:
+        raise ConfigError(
+            f"model.norm_order='hybrid' tells gated_delta and kda layers from others; model.layers="
+            f"{list(config.layers)} has one sort alone. Use 'pre' or 'output'."
+        )
+    # Score modifiers need scores. An encoder-decoder has some in its cross attention.
+    if not config.encoder_layers and not any(mixer.has_scores or mixer.core == "linear" for mixer in mixers):
+        for name, unused in (("attention_softcap", 0), ("sinks", False), ("qk_norm", "none")):
+            if getattr(config, name) != unused:
+                raise ConfigError(
+                    f"model.{name}={shown(getattr(config, name))} is for softmax layers; model.layers="
+                    f"{list(config.layers)} has none. Leave it out."
+                )
+    for mixer in mixers:
+        mixer.check(config)
+
+
+def _check_positions(config: ModelFields) -> None:
+    """Raise ConfigError for invalid rotary positions, and for rotary fields with other position kinds."""
+    if config.position == "rope":
+        config.rope.check_size(config.rotary_size)
+    else:
+        # An option without effect is an error, not ignored silently: the model would differ from the intended one.
+        # Values are compared with defaults, because a config file may list all fields.
+        defaults = {"rope": type(config.rope)(), "rope_layers": (True,), "local_rope_theta": 0}
+        for name, value in defaults.items():
+            if getattr(config, name) != value:
+                raise ConfigError(
+                    f"model.{name} is about rotary positions, and model.position is {config.position!r}. Leave {name} "
+                    "out, or use model.position='rope'."
+                )
+    if not config.local_rope_theta:
+        return
+    if config.local_rope_theta <= 1:
+        raise ConfigError(
+            f"model.local_rope_theta={config.local_rope_theta} must be above 1, such as 10000; 0 means none."
+        )
+    if not is_read(config, "local_rope_theta"):
+        raise ConfigError(
+            f"model.local_rope_theta={config.local_rope_theta} is for window layers; model.layers="
+            f"{list(config.layers)} has none. Name some, or try model.local_rope_theta=0."
+        )
+
+
+def _check_biases(config: ModelFields) -> None:
+    """Raise ConfigError for invalid fields in other position kinds."""
+    # Added sinusoids have the embedding tables' width, sinusoidal distances the model's width.
+    name, width = "hidden_size", config.hidden_size
+    if config.position != "relative" and config.embedding_size:
+        name, width = "embedding_size", config.embedding_size
+    if config.position in ("sinusoidal", "sinusoidal_halves", "relative") and width % 2:
+        raise ConfigError(
+            f"model.{name}={width} must be even with model.position={config.position!r}: half are sines, half cosines. "
+            f"Try {width + 1}."
+        )
+    if config.position != "t5":
+        return
+    buckets, farthest = config.relative_buckets, config.relative_max_distance
+    # Each direction has its own buckets. Half hold one distance each; the others grow logarithmically up to the
+    # farthest distance.
+    num_directions = 1 if config.causal else 2
+    if buckets < 2 * num_directions or buckets % num_directions:
+        rule = "at least 2"
+        if not config.causal:
+            rule = "an even number, at least 4, for the buckets of both sides (model.causal=false)"
+        raise ConfigError(f"model.relative_buckets={buckets} must be {rule}; T5 has 32.")
+    exact = buckets // num_directions // 2
+    if farthest <= exact:
+        raise ConfigError(
+            f"model.relative_max_distance={farthest} must exceed {exact}, the distances that have a bucket each "
+            f"with model.relative_buckets={buckets}. Try {4 * buckets}, as in T5."
+        )
+
+
+def _check_ends(config: ModelFields) -> None:
+    """Raise ConfigError if embeddings and head do not fit together."""
+    if config.position_offset and config.position != "learned":
+        raise ConfigError(
+            f"model.position_offset={config.position_offset} is a row of a table of learned positions, and "
+            f"model.position is {config.position!r}. Set model.position_offset=0, or model.position='learned'."
+        )
+    # The head transform maps hidden_size back to the embedding table's width.
+    if config.embedding_size and not config.head_transform:
+        raise ConfigError(
+            f"model.embedding_size={config.embedding_size} is also the width that the output head reads, to which "
+            "model.head_transform=true projects. Set it, or model.embedding_size=0."
+        )
+    if config.pair_head != "none" and (config.causal or config.segments < 2):
+        raise ConfigError(
+            f"model.pair_head={config.pair_head!r} tells two segments from the first token, which sees both sides of "
+            f"them: it needs model.causal=false (now {str(config.causal).lower()}) and model.segments=2 (now "
+            f"{config.segments})."
+        )
+    if config.head_transform and config.activation in GATED:
+        plain = [name for name in CHOICES["activation"] if name not in GATED]
+        raise ConfigError(
+            f"model.head_transform=true has the FFN's activation, and model.activation={config.activation!r} is gated. "
+            f"Try one of {plain}."
+        )
+
+
+def _check_ffn(config: ModelFields) -> None:
+    """Raise ConfigError unless dense layers exist in the model and have a width."""
+    invalid_layers = [n for n in config.dense_layers if not 0 <= n < config.num_layers]
+    if len(config.dense_layers) > config.num_layers:
+        raise ConfigError(
+            f"model.dense_layers names {len(config.dense_layers)} layers, and model.num_layers={config.num_layers}."
+        )
+    if invalid_layers or (config.dense_layers and not config.num_experts):
+        raise ConfigError(
+            f"model.dense_layers={shown(list(config.dense_layers))} must name layers of 0 to {config.num_layers - 1} "
+            f"of a model with experts (model.num_experts={config.num_experts})."
+        )
+    if config.num_experts and len(set(config.dense_layers)) == config.num_layers:
+        raise ConfigError(
+            f"model.dense_layers={list(config.dense_layers)} leaves no layer to model.num_experts="
+            f"{config.num_experts}. Try model.num_experts=0, or fewer dense layers."
+        )
+    # If every layer has experts, the dense width is not read.
+    if (not config.num_experts or config.dense_layers) and config.ffn_size < 1:
+        raise ConfigError(f"model.ffn_size={config.ffn_size} must be at least 1: there are dense layers.")
+
+
+def _check_experts(config: ModelFields) -> None:
+    """Raise ConfigError for an impossible expert selection, and for options without effect on it."""
+    E, groups, most = config.num_experts, config.expert_groups, config.groups_per_token
+    if config.activation not in GATED:
+        raise ConfigError(f"model.activation={config.activation!r} is not gated; experts take one of {list(GATED)}.")
+    if E % groups:
+        divisors = [n for n in range(1, E + 1) if E % n == 0]
+        raise ConfigError(f"model.expert_groups={groups} does not divide model.num_experts={E}. Try one of {divisors}.")
+    if most > groups:
+        raise ConfigError(f"model.groups_per_token={most} is more than model.expert_groups={groups}. Try {groups}.")
+    # A token selects only among the experts in its best groups.
+    reachable = E // groups * most
+    if not 1 <= config.experts_per_token <= reachable:
+        where = f"the {reachable} experts of {most} of {groups} groups"
+        if groups == 1:
+            where = f"model.num_experts={E}"
+        raise ConfigError(
+            f"model.experts_per_token={config.experts_per_token} must lie between 1 and {where}.\n"
+            f"Try --model.experts_per_token {min(max(1, config.experts_per_token), reachable)}."
+        )
+    # A group's score is the sum over its best two experts.
+    if config.selection_bias and groups > 1 and E // groups < 2:
+        raise ConfigError(
+            f"model.expert_groups={groups} leaves groups of one expert, and with model.selection_bias their best two "
+            f"count. Try model.expert_groups={next(n for n in range(E // 2, 0, -1) if E % n == 0)}."
+        )
+    if config.expert_ffn_size < 1:
+        raise ConfigError(f"model.expert_ffn_size={config.expert_ffn_size} must be at least 1.")
+    if config.selection_bias_rate and not config.selection_bias:
+        raise ConfigError(
+            f"model.selection_bias_rate={config.selection_bias_rate} moves a bias that the model does not have. Set "
+            "model.selection_bias=true, or model.selection_bias_rate=0."
+        )
+    # Below 1 the experts have fewer slots in total than there are tokens.
+    if 0 < config.capacity_factor < 1:
+        raise ConfigError(
+            f"model.capacity_factor={config.capacity_factor} drops tokens however even the load is. Try 1.25, or 0 for "
+            "dropless."
+        )

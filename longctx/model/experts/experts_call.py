@@ -1,0 +1,73 @@
+"""Inputs to one layer's experts: weights, tokens and options, the same on a CPU and an accelerator.
+
+Axes: S received tokens, k experts per token, M model width, F FFN width of one expert (gate and up together: 2F), e
+local experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from longctx.model.experts.dispatch import ExpertRun
+
+
+class ExpertWeights(NamedTuple):
+    """This process's expert parameters themselves, not views."""
+
+    gate_up_eFM: Tensor
+    down_eMF: Tensor
+    gate_up_bias_eF: Tensor | None
+    down_bias_eM: Tensor | None
+
+
+class DispatchedTokens(NamedTuple):
+    """Tokens on their experts' process."""
+
+    x_SM: Tensor
+    gates_Sk: Tensor
+    experts_Sk: Tensor
+    """Ids relative to this process's first expert; negative if an assignment has no local expert."""
+    num_assignments: int | None
+    """Assignments with a local expert; None if only the device knows."""
+
+
+class Needs(NamedTuple):
+    """Which gradients are needed."""
+
+    x: bool
+    gates: bool
+    gate_up: bool
+    down: bool
+    gate_up_bias: bool
+    down_bias: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsCall:
+    """Options for one call to a layer's experts: everything but its tensors."""
+
+    activation: str
+    run: ExpertRun
+    without_backward: bool = False
+    """True if certainly no backward pass follows."""
+    only_graph: bool = False
+    """True if only the graph is needed, for backward, and the result is never read."""
+
+
+def saved_widths(recompute: str, weights: ExpertWeights, *, in_blocks: bool) -> tuple[int, ...]:
+    """Return the widths of tensors that forward saves for backward, each [assignments, width] in x's dtype.
+
+    They are gate and up; the activation times the router gate; x. ``recompute`` is one of ``dispatch.RECOMPUTE``.
+    """
+    M, F = weights.down_eMF.shape[1:]
+    if recompute == "all":
+        return ()
+    if recompute == "activation":
+        return (2 * F,)
+    # Blocks find the activation's inputs in the cache: saving its result would gain no time.
+    if in_blocks:
+        return (2 * F, M)
+    return (2 * F, F, M)

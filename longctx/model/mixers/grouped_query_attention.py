@@ -1,0 +1,158 @@
+"""Grouped-query projections, for softmax and linear attention; relative positions.
+
+Axes: B rows, t tokens of this rank, M model width, H query heads, K key/value heads, D query/key head size, V value
+head size, P channels for relative positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from longctx.architecture.layer_specs import LayerSpec
+from longctx.architecture.mixers.mixer import Mixer
+from longctx.architecture.mixers.softmax_mixer import SoftmaxMixer
+from longctx.config import ModelConfig
+from longctx.kernels.rms_norm import rms_norm
+from longctx.model.layers.linear import Linear, Weight
+from longctx.model.layers.norms import build_norm
+from longctx.model.mixers.network import Heads
+from longctx.model.rotary import RotaryTable, apply_rotary_to_both
+
+
+class GroupedQueryAttention(nn.Module):
+    """One projection each for queries, keys and values; K = H is multi-head, K = 1 multi-query attention."""
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
+        super().__init__()
+        (K, D), M, H = spec.mixer.key_heads(config), config.hidden_size, config.num_heads
+        self.num_heads, self.num_kv_heads, self.head_dim = H, K, D
+        self.qk_norm, self.v_norm, self.eps = config.qk_norm, config.v_norm, config.norm_eps
+        self.gates_output = config.attention_gate
+        if self.gates_output:
+            self.gate_proj = Linear(M, H * D, bias=config.qkv_bias)
+        self.interleaved = spec.rope is not None and spec.rope.interleaved
+        self.q_proj = Linear(M, H * D, bias=config.qkv_bias)
+        self.k_proj = Linear(M, K * D, bias=config.qkv_bias)
+        # Registered even if None: values are then the keys, before norm and positions.
+        self.v_proj: Linear | None = None
+        if not (isinstance(spec.mixer, SoftmaxMixer) and spec.mixer.shares_values(config)):
+            self.v_proj = Linear(M, K * D, bias=config.qkv_bias)
+        self.o_proj = Linear(H * D, M, bias=config.o_bias)
+        # A full norm covers all heads' channels (OLMoE), a head norm each head's (Qwen 3).
+        if config.qk_norm == "full":
+            self.q_norm = build_norm(config, H * D)
+            self.k_norm = build_norm(config, K * D)
+        elif config.qk_norm != "none":
+            self.q_norm = build_norm(config, D)
+            self.k_norm = build_norm(config, D)
+        self.relative = None
+        if config.position == "relative":
+            self.relative = RelativePositions(config)
+        self.sinks = None
+        if config.sinks:
+            self.sinks = Weight(H)
+
+    def core_weights(self) -> tuple[Tensor, ...]:
+        """Return the sinks, one logit per query head; empty if the model has no sinks."""
+        return () if self.sinks is None else (self.sinks(),)
+
+    @staticmethod
+    def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
+        """Return the head counts and sizes that ``project`` produces."""
+        K, D = mixer.key_heads(config)
+        keys = D
+        if config.position == "relative":
+            # Distance channels follow the content channels.
+            keys += config.hidden_size
+        return Heads(config.num_heads, K, keys, D)
+
+    def project(
+        self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project to queries [B, t, H, D], keys [B, t, K, D] and values [B, t, K, V], with positions in the first two.
+
+        With relative positions queries and keys are wider than D. With ``only_graph`` values that no backward reads are
+        NaN.
+        """
+        # Norms read both, and relative positions multiply the queries, so their values must be computed.
+        skips = only_graph and self.qk_norm == "none" and self.relative is None and not self.v_norm
+        q, k = self.q_proj(x_BtM, only_graph=skips), self.k_proj(x_BtM, only_graph=skips)
+        v = k
+        if self.v_proj is not None:
+            v = self.v_proj(x_BtM, only_graph=only_graph and not self.v_norm)
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        B, t, H, K, D = x_BtM.shape[0], x_BtM.shape[1], self.num_heads, self.num_kv_heads, self.head_dim
+        q, k, v = q.view(B, t, H, D), k.view(B, t, K, D), v.view(B, t, K, D)
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.v_norm:
+            v = rms_norm(v, v.new_ones(D), self.eps)
+        if table is None:
+            return q, k, v
+        # Positions come after the norm: rotation keeps a normed head's length.
+        if self.relative is not None:
+            q, k = self.relative(q, k, table.cos, table.sin)
+        else:
+            q, k = apply_rotary_to_both(q, k, table, interleaved=self.interleaved, only_graph=only_graph)
+        return q, k, v
+
+    def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
+        """Gate the heads' outputs if the model has gates, and mix them back to the model width [B, t, M]."""
+        if input_BtM is not None:
+            gates_BtHV = self.gate_proj(input_BtM).unflatten(-1, heads_BtHV.shape[2:])
+            heads_BtHV = heads_BtHV * torch.sigmoid(gates_BtHV)
+        return self.o_proj(heads_BtHV.flatten(-2))
+
+
+# sin and cos of i − j are sums of products of those of i and j, so the position term is a dot product too: query
+# channels computed from q and i times key channels computed from j only. Any kernel, and any ring, then computes it
+# exactly.
+class RelativePositions(nn.Module):
+    """Transformer-XL's scores (q + u)·k + (q + v)·W·r(i − j), r being sinusoids (arXiv 1901.02860 §3.3)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        H, D, P = config.num_heads, config.head_dim, config.hidden_size
+        self.content_bias = nn.Parameter(torch.empty(H, D))
+        self.position_bias = nn.Parameter(torch.empty(H, D))
+        self.weight = nn.Parameter(torch.empty(H, D, P))
+
+    def forward(self, q_BtHD: Tensor, k_BtKD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries [B, t, H, D + P] and keys [B, t, K, D + P]; the table is [B, t, P/2]."""
+        factors_BtHP = _HeadProduct.apply(q_BtHD + self.position_bias, self.weight)
+        # Factors a on sin(i − j) and b on cos(i − j), in the table's dtype, like the angles.
+        a, b = factors_BtHP.to(cos.dtype).chunk(2, dim=-1)
+        cos_i, sin_i = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        # a·sin(i − j) + b·cos(i − j) = (a·sin i + b·cos i)·cos j + (b·sin i − a·cos i)·sin j
+        of_cos_j = a * sin_i + b * cos_i
+        of_sin_j = b * sin_i - a * cos_i
+        q = torch.cat((q_BtHD + self.content_bias, of_cos_j.to(q_BtHD.dtype), of_sin_j.to(q_BtHD.dtype)), dim=-1)
+        # A key's position channels are equal in all heads.
+        position_Bt1P = torch.cat((cos_i, sin_i), dim=-1).to(k_BtKD.dtype)
+        k = torch.cat((k_BtKD, position_Bt1P.expand(-1, -1, k_BtKD.shape[2], -1)), dim=-1)
+        return q, k
+
+
+class _HeadProduct(torch.autograd.Function):
+    """Autograd function for [B, t, H, D] times each head's [D, P].
+
+    It saves the parameter itself, not a view as einsum would: ZeRO-3 frees a gathered weight by emptying the parameter,
+    and a view would hold it until backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BtHD: Tensor, weight_HDP: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BtHD, weight_HDP)
+        return torch.einsum("bthd,hdp->bthp", x_BtHD, weight_HDP)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BtHP: Tensor):  # type: ignore[override]
+        x_BtHD, weight_HDP = ctx.saved_tensors
+        dx_BtHD = torch.einsum("bthp,hdp->bthd", dy_BtHP, weight_HDP)
+        return dx_BtHD, torch.einsum("bthd,bthp->hdp", x_BtHD, dy_BtHP)
