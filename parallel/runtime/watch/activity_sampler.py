@@ -54,7 +54,7 @@ class ActivitySampler:
     """
 
     def __init__(self, activity: Activity, *, spins: bool) -> None:
-        """Set ``spins`` if a core is busy even while the process waits for its device: CPU usage then proves no work."""
+        """Set ``spins`` if a core is busy even while the process waits for its device: CPU use proves no work then."""
         self._activity, self._spins = activity, spins
         self._process, self._main = psutil.Process(), threading.main_thread().ident
         self._place: Any = None
