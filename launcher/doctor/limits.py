@@ -59,11 +59,12 @@ def check_map_count(path: Path = _MAP_COUNT) -> CheckResult | None:
 
 def check_compiler() -> CheckResult:
     """Check for g++ and ninja, which zero.offload (DeepSpeed's AdamW) and train.compile need."""
-    # CXX may contain several words, such as "ccache g++".
-    compiler = shlex.split(os.environ.get("CXX", "g++"))[0]
-    missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
+    # CXX may be set but empty, or contain a wrapper and options, such as "ccache g++ -v".
+    words = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    programs = [word for word in words if not word.startswith("-")] + ["ninja"]
+    missing = [name for name in programs if shutil.which(name) is None]
     if not missing:
-        return CheckResult.of("compiler", f"{compiler} and ninja")
+        return CheckResult.of("compiler", " and ".join(programs))
     hint = "Only zero.offload and train.compile need them: apt-get install g++ ninja-build; put .venv/bin in PATH"
     return CheckResult.of("compiler", f"no {' and no '.join(missing)} in PATH", hint)
 

@@ -230,7 +230,6 @@ def _read_value(name: str, section: Any, given: str) -> tuple[Any, str]:
 
 
 def _is_valid_value(name: str, value: Any) -> bool:
-    if name == "hidden_share":
-        return is_amount(value + 1) and 0 <= value <= 1 if isinstance(value, (int, float)) else False
-    # Values that may be unknown, or zero.
-    return is_amount(value) or (name in ("peak_flops", "process_bytes", "ranks") and value == 0)
+    # Values that may be unknown, or zero; false is neither.
+    is_zero = name in ("hidden_share", "peak_flops", "process_bytes", "ranks") and value == 0 and value is not False
+    return (is_amount(value) or is_zero) and (name != "hidden_share" or value <= 1)

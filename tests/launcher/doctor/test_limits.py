@@ -62,6 +62,10 @@ def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("CXX", "my-compiler -v")
     assert check_compiler().verdict == "ok"
+    monkeypatch.setenv("CXX", "")
+    assert check_compiler().value == "no g++ in PATH"
+    monkeypatch.setenv("CXX", "my-compiler g++")
+    assert check_compiler().value == "no g++ in PATH"
 
 
 def test_a_port_that_is_taken():

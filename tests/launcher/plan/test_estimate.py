@@ -106,6 +106,8 @@ def _profile(tmp_path: Path, **changes: str) -> str:
         ({"peak_flops": "[peek_flops]\n"}, "peek_flops is not known, peak_flops is missing"),
         ({"memory_bytes": "[memory_bytes]\nvalue = -1\n[other]\n"}, "is no profile"),
         ({"memory_bytes": "[[["}, "is not TOML"),
+        ({"memory_bytes": '[hidden_share]\nvalue = true\nsource = "x"\n[memory_bytes]\n'}, "hidden_share is"),
+        ({"memory_bytes": '[hidden_share]\nvalue = 1.5\nsource = "x"\n[memory_bytes]\n'}, "hidden_share is"),
     ],
 )
 def test_a_wrong_profile_is_refused(tmp_path, changes, message):
