@@ -222,11 +222,11 @@ def _offer(run_folder: Path) -> str:
 
 def check_never_saved(run_folder: Path) -> None:
     """Raise CheckpointError if the run has no committed checkpoint but once had one."""
-    evidence = _remains(run_folder) or _recorded(run_folder)
-    if evidence:
+    trace = _remains(run_folder) or _recorded(run_folder)
+    if trace:
         raise CheckpointError(
             f"run.resume='auto', and {run_folder / CHECKPOINTS} holds no committed checkpoint, but the run has had "
-            f"one: {evidence}.\nIt does not begin anew by itself, and nothing was changed. Put the "
+            f"one: {trace}.\nIt does not begin anew by itself, and nothing was changed. Put the "
             "checkpoints back (is "
             f"the disk mounted?), or {_START_FRESH}"
         )

@@ -57,9 +57,9 @@ def _table(
     of_pass: Pass,
     description: str,
 ) -> Iterator[ProfileEntry]:
-    directions = ("forward", "backward") if len(names) > 1 else ("both ways",)
+    pass_names = ("forward", "backward") if len(names) > 1 else ("both ways",)
     axes = {"bytes": sizes.tensor_bytes}
-    entries = [ProfileEntry(name, axes, f"{description}, {way}") for name, way in zip(names, directions, strict=True)]
+    entries = [ProfileEntry(name, axes, f"{description}, {way}") for name, way in zip(names, pass_names, strict=True)]
     for dtype in DTYPES:
         for num_bytes in sizes.tensor_bytes:
             seconds = of_pass(clock, num_bytes // dtype.itemsize, dtype)

@@ -43,7 +43,7 @@ class LeakProbe:
         tokens, documents, source = self.stream.tokens, self.stream.document_ids, self.stream.source
         vocab_size = self.config.model.vocab_size
         found = {
-            "likelihoods of tokens": find_leaks(self._likelihoods, tokens, documents, vocab_size=vocab_size),
+            "likelihoods of tokens": find_leaks(self._token_nll, tokens, documents, vocab_size=vocab_size),
             "losses in training": find_leaks(self._losses, tokens, documents, vocab_size=vocab_size),
         }
         if self.config.train.mtp_weight:
@@ -54,7 +54,7 @@ class LeakProbe:
             found["losses, of a source"] = find_leaks(self._of_sources, source.tokens, ids, vocab_size=vocab_size)
         return found
 
-    def _likelihoods(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
+    def _token_nll(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
         """Return each token's negative log-likelihood [B, T, 1], gathered from all ranks."""
         stream = self._packed(tokens, document_ids)
         shard = shard_batch(self._with_targets(stream, stream.document_ids >= 0), self.config, self.mesh)

@@ -19,7 +19,7 @@ from parallel.mesh import Mesh
 _AGREEING = "agreeing on a schedule"
 
 
-class VerifiedPlan(Protocol):
+class SharedPlan(Protocol):
     """Object that must be equal on all ranks: an attention schedule, or linear-attention states."""
 
     @property
@@ -42,7 +42,7 @@ def degree_problem(layout: SequenceLayout, mesh: Mesh) -> str | None:
     )
 
 
-def verify_across_ranks(plan: VerifiedPlan, mesh: Mesh, signature: str, problem: str | None) -> None:
+def verify_across_ranks(plan: SharedPlan, mesh: Mesh, signature: str, problem: str | None) -> None:
     """Compare digest and call ``signature`` over the context group. Collective.
 
     Raise ConfigError on every rank if one has a ``problem``, ClusterError on a mismatch.
@@ -70,12 +70,12 @@ class _Statement(NamedTuple):
     signature: str
 
 
-def _digest(plan: VerifiedPlan, signature: str, problem: str | None) -> bytes:
+def _digest(plan: SharedPlan, signature: str, problem: str | None) -> bytes:
     # Fixed size regardless of the description: one small collective per plan.
     return blake2b(f"{plan.digest} {signature} {problem or ''}".encode(), digest_size=16).digest()
 
 
-def _raise_difference(plan: VerifiedPlan, signature: str, problem: str | None, mesh: Mesh, group: ProcessGroup) -> None:
+def _raise_difference(plan: SharedPlan, signature: str, problem: str | None, mesh: Mesh, group: ProcessGroup) -> None:
     """Raise the first problem, or the mismatch, with the same text on every rank."""
     # Descriptions are long, so ranks exchange them only after a digest mismatch.
     mine = _Statement(problem, plan.describe(), plan.digest, signature)

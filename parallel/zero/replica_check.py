@@ -58,14 +58,14 @@ class Replicas:
         self._device: torch.device = engine.partition.engine.device
         self._stored: list[tuple[TensorPart, Sum]] = []
 
-    def store_checksums(self) -> None:
+    def store_sums(self) -> None:
         """Store checksums for the masters, moments and buffers that this rank owns. No host sync on a GPU.
 
-        They must not be written to until ``clear_checksums``.
+        They must not be written to until ``clear_sums``.
         """
         self._stored = self._own()
 
-    def clear_checksums(self) -> None:
+    def clear_sums(self) -> None:
         """Drop the stored checksums: the next update writes to the tensors."""
         self._stored = []
 
@@ -75,7 +75,7 @@ class Replicas:
         return [total for _, total in self._stored]
 
     def compare(self) -> list[Odd]:
-        """Return tensors that mismatch between replicas, or since ``store_checksums``. Collective.
+        """Return tensors that mismatch between replicas, or since ``store_sums``. Collective.
 
         The result is equal on every rank, and empty if all tensors match.
         """

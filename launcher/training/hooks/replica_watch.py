@@ -33,13 +33,13 @@ class ReplicaWatch(StepHook):
         if self._is_due(step.number):
             _check(self.run, self.replicas, f"step {step.number}", step.number)
         # The update changes the state, so its checksums expire.
-        self.replicas.clear_checksums()
+        self.replicas.clear_sums()
 
     def after_update(self, step: RunningStep) -> None:
         """Keep checksums of the state until the next update, if that step compares or this one is saved."""
         is_saved = step.stop_requested or self.run.config.saves_after(step.number)
         if self._is_due(step.number + 1) or (is_saved and self._every):
-            self._store_checksums()
+            self._store_sums()
 
     def before_save(self, step: int) -> list[Sum]:
         """Raise TrainingError if ranks differ in the state to be saved; a rank may be hours late. Collective.
@@ -53,13 +53,13 @@ class ReplicaWatch(StepHook):
         _check(self.run, self.replicas, f"the weights after step {step}, which are not saved", step + 1)
         # after_update did not expect this save.
         if not self.replicas.own_sums:
-            self._store_checksums()
+            self._store_sums()
         return on_host(self.replicas.own_sums)
 
-    def _store_checksums(self) -> None:
+    def _store_sums(self) -> None:
         # Values on a disk would have to be read a second time.
         if self.run.config.zero.offload != "nvme":
-            self.replicas.store_checksums()
+            self.replicas.store_sums()
 
     def _is_due(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0

@@ -132,7 +132,7 @@ class Member:
         if failure.is_shared:
             self._wait_for_the_same(failure)
         else:
-            self._interrupt_main(failure)
+            self._stop_main_thread(failure)
             time.sleep(GRACE_SECONDS)
         if self._main_is_ending:
             # The main thread reports or waits for a report; the code below is for the case that it cannot.
@@ -172,7 +172,7 @@ class Member:
             print_last_message(text_of(failure, self._rank))
             self.line.reported()
 
-    def _interrupt_main(self, failure: Failure) -> None:
+    def _stop_main_thread(self, failure: Failure) -> None:
         """Interrupt the main thread's Python code, so that progress bars and files are closed."""
         with self._taking_over:
             if failure.rank != self._rank and not self._main_is_ending:
