@@ -39,9 +39,10 @@ def plan(
 
     Takes the config and flags of `train`, reads no data and starts no ranks. Bytes are arithmetic; seconds come from
     the rates in a hardware profile. The exit code is 1 if the run does not fit. --search tries degrees, ZeRO, offload,
-    activations to keep and their place, and chunks. It finds the fastest settings that fit. Settings given as flags stay fixed. --output writes the config. --trace checks the plan: it runs
-    forward, backward and the optimizer for each kind of rank on tensors without data, and records the code's own
-    memory, links and host waits, in seconds to minutes. It needs PyTorch's CUDA build, no GPU.
+    activations to keep and their place, and chunks. It finds the fastest settings that fit. Settings given as flags
+    stay fixed. --output writes the config. --trace checks the plan: it runs forward, backward and the optimizer for
+    each kind of rank on tensors without data, and records the code's own memory, links and host waits, in seconds to
+    minutes. It needs PyTorch's CUDA build, no GPU.
 
     Args:
         trace: Trace one step for each kind of rank instead of using arithmetic.
