@@ -34,7 +34,7 @@ def short_duration(seconds: float) -> str:
 
 
 def first_names(names: Sequence[str], most: int = 8, thing: str = "") -> str:
-    """Join at most ``most`` names and count the others: ``a, b and 3 extra_tables``, counted in ``thing`` if given."""
+    """Join at most ``most`` names and count the others: ``a, b and 3 more``, counted in ``thing`` if given."""
     shown = ", ".join(names[:most])
     if len(names) <= most:
         return shown

@@ -30,7 +30,7 @@ def marked_text(ids: np.ndarray, tokenizer: Tokenizer, target_mask: np.ndarray) 
 
 
 def mask_of(bounds: np.ndarray, length: int) -> np.ndarray:
-    """Convert token runs, in the format of ``EncodedDocument.target_mask``, to a mask, bool [length]."""
+    """Convert token runs, in the format of ``EncodedDocument.target_runs``, to a mask, bool [length]."""
     steps = np.zeros(length + 1, np.int8)
     steps[bounds[::2]] += 1
     steps[bounds[1::2]] -= 1

@@ -62,7 +62,7 @@ class EncodedDocument:
 
 
 def runs_of(target_mask: np.ndarray) -> np.ndarray:
-    """Convert a mask, bool [N], to runs in the format of ``EncodedDocument.target_mask``."""
+    """Convert a mask, bool [N], to runs in the format of ``EncodedDocument.target_runs``."""
     return np.flatnonzero(np.diff(target_mask.astype(np.int8), prepend=0, append=0)).astype(np.int64)
 
 

@@ -112,7 +112,7 @@ def check_positions(
     allow_longer: bool,
     option: str | None = "pass --beyond-positions",
 ) -> None:
-    """Raise ConfigError for more tokens than the model has positions, unless ``allow_exceeding`` allows it and they
+    """Raise ConfigError for more tokens than the model has positions, unless ``allow_longer`` allows it and they
     exist.
 
     ``stop_request`` names the request for these tokens, ``hint`` a request that fits, and ``option`` the way to exceed

@@ -1,4 +1,4 @@
-"""One measuring process: ``python -m launcher.benchmark_rank.rank RESULT``.
+"""One measuring process: ``python -m launcher.measure.rank RESULT``.
 
 It reads its options as JSON from standard input, and its rank from the environment, as launchers set it. Rank 0 prints
 each part's title before measuring it, and writes the mean over all ranks to RESULT.0. A rank that fails writes its

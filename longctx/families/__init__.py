@@ -1,9 +1,10 @@
 """One table per family: which config.json keys and disk tensors match a decoder's fields and parameters.
 
-A table serves both directions. Its ``rules`` for keys and fields (``spec.Rule``) read a config.json and write it. A
-family supports a model if its written config.json reads back as the same function (``config_json.unsupported_fields``),
-so no field without a key is ever lost. Parameters have the decoder's names on disk, which are Llama's, unless a
-``spec.TensorRule`` gives another form: renamed, transposed, one tensor per expert, several in one tensor.
+A table serves both directions. Its ``rules`` for keys and fields (``spec.ConfigRule``) read a config.json and write it.
+A family supports a model if its written config.json reads back as the same function
+(``config_json.unsupported_fields``), so no field without a key is ever lost. Parameters have the decoder's names on
+disk, which are Llama's, unless a ``spec.TensorRule`` gives another form: renamed, transposed, one tensor per expert,
+several in one tensor.
 """
 
 from longctx.families.config_json import (

@@ -96,7 +96,7 @@ def encode_part(
                 pairs=job.read_as.fields.kind == PAIRS,
                 paragraphs=job.paragraphs,
             )
-        # One list per part; ``assemble`` concatenates them in source order.
+        # One list per part; ``assemble_folder`` concatenates them in source order.
         left_out = LeftOutFile(folder)
         reader = SourceReader(job.read_as, left_out.add)
         chosen = _Chosen(decision, reader.documents(part.pieces), one_by_one=job.chat is not None)
@@ -104,7 +104,7 @@ def encode_part(
         num_mismatched, differences = _write_documents(
             chosen, writers, reader, job=job, tokenizer=tokenizer, control_counter=control_counter, advance=advance
         )
-        # No manifest per part: ``assemble`` writes one for all parts.
+        # No manifest per part: ``assemble_folder`` writes one for all parts.
         for writer in writers.values():
             writer.close()
         record = PartRecord(

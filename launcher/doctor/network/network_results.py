@@ -298,7 +298,7 @@ def _mtu_hint(networks: Mapping[str, HostNetwork]) -> str:
 
 
 def names_of(names: Sequence[str]) -> str:
-    """Format names as ``a, b`` or ``a, b, c, d and 12 extra_tables``."""
+    """Format names as ``a, b`` or ``a, b, c, d and 12 more``."""
     return first_names(list(names), _MOST_NAMED)
 
 

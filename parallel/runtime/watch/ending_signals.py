@@ -80,7 +80,7 @@ def signal_text(number: signal.Signals) -> str:
 
 
 def failure_of(number: signal.Signals, *, rank: int, stop_text: str) -> Failure:
-    """Build the failure that ends all ranks after a signal to one; ``interrupt_text`` is its text after Ctrl-C."""
+    """Build the failure that ends all ranks after a signal to one; ``stop_text`` is its text after Ctrl-C."""
     if number == signal.SIGINT:
         # A terminal sends it to every rank.
         return Failure(rank=rank, code=SIGINT_CODE, text=stop_text, is_shared=True)
