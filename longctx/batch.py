@@ -229,12 +229,12 @@ class Stream:
         """Masked tokens; without masking, tokens with a following token that counts."""
         targets = self.masked
         if targets is None:
-            targets = _targets(self)
+            targets = self._targets()
         return int((targets != IGNORED_TARGET).sum())
 
     def num_mtp_targets(self, most: int) -> int:
         """Count the predictions 2, 3, … ``most`` + 1 tokens ahead that stay within their document."""
-        return _count_mtp_targets(_targets(self), self.positions, most)
+        return _count_mtp_targets(self._targets(), self.positions, most)
 
     def flatten_rows(self) -> Self:
         """Concatenate all rows into one [1, B·T], the shape that a sequence layout splits."""
@@ -294,6 +294,12 @@ class Stream:
             source = source.to(device)
         return replace(moved, **rows, source=source)
 
+    def _targets(self) -> Tensor:
+        assert self.next_token_ids is not None, "nobody has read what follows"
+        if self.loss_mask is None:
+            return self.next_token_ids
+        return self.next_token_ids.masked_fill(~self.loss_mask, IGNORED_TARGET)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Stream):
@@ -318,7 +324,7 @@ def next_tokens(stream: Stream) -> Batch:
     """Build the batch with the next tokens within each document as targets, if they count."""
     if stream.masked is not None:
         raise ConfigError("masked tokens are for train.objective=masked: what follows one may be masked itself.")
-    return with_targets(stream, _targets(stream))
+    return with_targets(stream, stream._targets())
 
 
 def with_data_targets(stream: Stream) -> Batch:
@@ -337,13 +343,6 @@ def with_targets(stream: Stream, targets: Tensor) -> Batch:
         )
     values = {field.name: getattr(stream, field.name) for field in fields(Stream)}
     return Batch(**{**values, "targets": targets, "next_token_ids": None, "loss_mask": None, "masked": None})
-
-
-def _targets(stream: Stream) -> Tensor:
-    assert stream.next_token_ids is not None, "nobody has read what follows"
-    if stream.loss_mask is None:
-        return stream.next_token_ids
-    return stream.next_token_ids.masked_fill(~stream.loss_mask, IGNORED_TARGET)
 
 
 def _count_mtp_targets(targets: Tensor, positions: Tensor, most: int) -> int:

@@ -120,7 +120,7 @@ class CompactBatch:
 
     def num_mtp_targets(self, most: int) -> int:
         """Return the same as ``Batch.num_mtp_targets``."""
-        return most * self.num_targets - _num_too_near(self, most)
+        return most * self.num_targets - self._num_too_near(most)
 
     def unpack(
         self, device: torch.device | str = "cpu", prepare: Callable[[Stream], Batch] = with_data_targets
@@ -140,7 +140,7 @@ class CompactBatch:
         if torch.device(device).type == "cpu":
             per_token = self.copied()
         else:
-            per_token = unpack_by_lookup(self, device)
+            per_token = self.unpack_by_lookup(device)
         masked_indices = pair_indices = None
         if self.seconds is not None and self.pair_indices is not None:
             # Padding has id -1: look up document 0 for it, and mask it below.
@@ -208,61 +208,58 @@ class CompactBatch:
             local += count
         return found
 
+    def _num_too_near(self, most: int) -> int:
+        """Count the predictions 1 … ``most`` tokens ahead that would start before their document."""
+        missing, bounds = 0, self.documents.bounds
+        for start, count, step, _ in self.spans.tolist():
+            for number, first, last in self.documents.within(start, start + (count - 1) * step + 1):
+                begin = bounds[number]
+                # only a document's first tokens, some of which may be on this rank
+                for index in range(begin, min(last, begin + most)):
+                    if index >= first and not (index - start) % step and self._has_target(number, index):
+                        missing += most - (index - begin)
+        return missing
 
-def _num_too_near(batch: CompactBatch, most: int) -> int:
-    """Count the predictions 1 … ``most`` tokens ahead that would start before their document."""
-    missing, bounds = 0, batch.documents.bounds
-    for start, count, step, _ in batch.spans.tolist():
-        for number, first, last in batch.documents.within(start, start + (count - 1) * step + 1):
-            begin = bounds[number]
-            # only a document's first tokens, some of which may be on this rank
-            for index in range(begin, min(last, begin + most)):
-                if index >= first and not (index - start) % step and _has_target(batch, number, index):
-                    missing += most - (index - begin)
-    return missing
+    def _has_target(self, number: int, index: int) -> bool:
+        """Return whether a document's token has a following token that counts."""
+        end = int(self.ends[number])
+        if end == DocumentEnd.PADDING:
+            return False
+        if end == DocumentEnd.COMPLETE and index + 1 == self.documents.bounds[number + 1]:
+            return False
+        return self.target_runs is None or bool(_inside(self.target_runs, torch.tensor([index])))
 
-
-def _has_target(batch: CompactBatch, number: int, index: int) -> bool:
-    """Return whether a document's token has a following token that counts."""
-    end = int(batch.ends[number])
-    if end == DocumentEnd.PADDING:
-        return False
-    if end == DocumentEnd.COMPLETE and index + 1 == batch.documents.bounds[number + 1]:
-        return False
-    return batch.target_runs is None or bool(_inside(batch.target_runs, torch.tensor([index])))
-
-
-def unpack_by_lookup(batch: CompactBatch, device: torch.device | str) -> dict[str, Tensor]:
-    """Build the per-token tensors [B·t] by name with one lookup per token, which is fast on a GPU."""
-    ids, spans, ends, bounds = (
-        x.to(device, non_blocking=True) for x in (batch.ids, batch.spans, batch.ends, batch.bounds)
-    )
-    target_runs = batch.target_runs
-    if target_runs is not None:
-        target_runs = target_runs.to(device, non_blocking=True)
-    start_S, count_S, step_S, at_S = spans.unbind(1)
-    num_local = batch.shape[0] * batch.shape[1]
-    local = torch.arange(num_local, device=device)
-    ends_S = count_S.cumsum(0)
-    # searchsorted instead of repeat_interleave: no output size needs a host sync
-    span = torch.searchsorted(ends_S, local, right=True)
-    nth = local - (ends_S - count_S)[span]
-    entry = at_S[span] + nth
-    next_distance = torch.where(step_S == 1, 1, count_S)[span]
-    index = start_S[span] + nth * step_S[span]
-    document = torch.searchsorted(bounds[1:], index, right=True)
-    end = ends[document]
-    is_last = index + 1 == bounds[1:][document]
-    ignored = (end == DocumentEnd.PADDING) | (is_last & (end == DocumentEnd.COMPLETE))
-    found = {
-        "tokens": _lookup_ids(ids, entry),
-        "next_token_ids": _lookup_ids(ids, entry + next_distance).masked_fill_(ignored, IGNORED_TARGET),
-        "positions": index - bounds[document],
-        "document_ids": document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT),
-    }
-    if target_runs is not None:
-        found["loss_mask"] = _inside(target_runs, index)
-    return found
+    def unpack_by_lookup(self, device: torch.device | str) -> dict[str, Tensor]:
+        """Build the per-token tensors [B·t] by name with one lookup per token, which is fast on a GPU."""
+        ids, spans, ends, bounds = (
+            x.to(device, non_blocking=True) for x in (self.ids, self.spans, self.ends, self.bounds)
+        )
+        target_runs = self.target_runs
+        if target_runs is not None:
+            target_runs = target_runs.to(device, non_blocking=True)
+        start_S, count_S, step_S, at_S = spans.unbind(1)
+        num_local = self.shape[0] * self.shape[1]
+        local = torch.arange(num_local, device=device)
+        ends_S = count_S.cumsum(0)
+        # searchsorted instead of repeat_interleave: no output size needs a host sync
+        span = torch.searchsorted(ends_S, local, right=True)
+        nth = local - (ends_S - count_S)[span]
+        entry = at_S[span] + nth
+        next_distance = torch.where(step_S == 1, 1, count_S)[span]
+        index = start_S[span] + nth * step_S[span]
+        document = torch.searchsorted(bounds[1:], index, right=True)
+        end = ends[document]
+        is_last = index + 1 == bounds[1:][document]
+        ignored = (end == DocumentEnd.PADDING) | (is_last & (end == DocumentEnd.COMPLETE))
+        found = {
+            "tokens": _lookup_ids(ids, entry),
+            "next_token_ids": _lookup_ids(ids, entry + next_distance).masked_fill_(ignored, IGNORED_TARGET),
+            "positions": index - bounds[document],
+            "document_ids": document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT),
+        }
+        if target_runs is not None:
+            found["loss_mask"] = _inside(target_runs, index)
+        return found
 
 
 def _inside(bounds: Tensor, index: Tensor) -> Tensor:

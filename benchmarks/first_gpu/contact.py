@@ -22,7 +22,7 @@ from torch.nn import functional
 from benchmarks.first_gpu.checks import Job, Sheet, run_step
 from benchmarks.first_gpu.models import loss_and_gradients, packed_row, relative, small_config, worst_part
 from longctx.batch import IGNORED_TARGET, PackedDocuments
-from longctx.compact_batch import CompactBatch, DocumentEnd, unpack_by_lookup
+from longctx.compact_batch import CompactBatch, DocumentEnd
 from longctx.kernels.attention.kernel_interface import AttentionKernel, KernelRequest, ScoreRules
 from longctx.kernels.attention.kernel_selection import KERNELS
 from longctx.kernels.attention.reference import ReferenceKernel
@@ -234,7 +234,7 @@ def unpacked(job: Job, sheet: Sheet) -> None:
                 num_tokens=tokens,
             )  # fmt: skip
             source = compact if job.dry else compact.pinned()
-            got, want = unpack_by_lookup(source, job.device), compact.copied()
+            got, want = source.unpack_by_lookup(job.device), compact.copied()
             wrong = [name for name in want if not torch.equal(got[name].cpu(), want[name])]
             sheet.add(f"unpack {len(spans)} spans {dtype}", float(len(wrong)), bound=0.0, note=", ".join(wrong))
 

@@ -166,7 +166,7 @@ class ShardSet:
         with self._lock:
             shard = self._mapped.get(number)
             if shard is None:
-                shard = _open_shard(self, number)
+                shard = self._open_shard(number)
             self._mapped[number] = shard
             # Least recently used order: used shards move to the end, and the first one is evicted.
             self._mapped.move_to_end(number)
@@ -184,6 +184,13 @@ class ShardSet:
             with self._lock:
                 self._mapped.pop(number, None)
         return self._shard(number)
+
+    def _open_shard(self, number: int) -> MappedShard:
+        """Map one file, after fetching it if the folder is a copy."""
+        entry = self.manifest.shards[number]
+        if self.copy is not None:
+            self.copy.fetch(entry)
+        return MappedShard.open(self.folder, entry, verify=self.verifies_reads)
 
 
 def shard_tokens(shards: ShardSet, number: int) -> np.ndarray:
@@ -251,14 +258,6 @@ def _runs(shards: np.ndarray) -> Iterator[tuple[int, slice]]:
     for start, stop in pairwise(ends):
         if start < stop:
             yield int(shards[start]), slice(start, stop)
-
-
-def _open_shard(shards: ShardSet, number: int) -> MappedShard:
-    """Map one file, after fetching it if the folder is a copy."""
-    entry = shards.manifest.shards[number]
-    if shards.copy is not None:
-        shards.copy.fetch(entry)
-    return MappedShard.open(shards.folder, entry, verify=shards.verifies_reads)
 
 
 def manifest_tokenizer(folder: Path, manifest: Manifest, rows: int | None = None) -> Tokenizer:

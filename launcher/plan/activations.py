@@ -88,8 +88,8 @@ class _Layers(TokenBytes):
         heads, weights = 1 + model.mtp_layers, model.vocab_size * model.embedding_dim
         by_rows = sums_head_by_rows(self.config, model)
         head = 0 if by_rows else heads * weights * FLOAT32
-        shared = _shared(self)
-        kept = shared + _under_way(self)
+        shared = self._shared()
+        kept = shared + self._under_way()
         if model.num_experts:
             # The current layer's expert choices and gates, and their order.
             shared += self.tokens * 2 * self.routing()
@@ -99,7 +99,7 @@ class _Layers(TokenBytes):
         if self.chunked:
             # The gradient overwrites the last layer's output.
             last = 0
-        on_device, on_host, on_disk, stream = _split_by_store(self, layers, _mtp_bytes(self) + by_rows * heads * self.x)
+        on_device, on_host, on_disk, stream = self._split_by_store(layers, self._mtp_bytes() + by_rows * heads * self.x)
         kept += self.tokens * (sum(on_device) + last + stream) + head
         # In the last layer's backward, the head's gradient and the last norm's input are already freed.
         below = self.tokens * sum(on_device) + shared
@@ -113,8 +113,8 @@ class _Layers(TokenBytes):
             # logits.
             rows = self.chunk() * SUMMED_VALUES // model.embedding_dim
             peaks.append(kept + min(2, heads) * weights * self.width + (SUMMED_VALUES + 2 * rows) * FLOAT32)
-        peaks += [below + point for layer in _of_each_kind(self) for point in self.points(layer)]
-        peaks.append(shared + _of_embeddings(self))
+        peaks += [below + point for layer in self._per_kind() for point in self.points(layer)]
+        peaks.append(shared + self._embeddings())
         return Activations(
             kept=kept,
             kept_on_host=self.tokens * on_host,
@@ -125,10 +125,10 @@ class _Layers(TokenBytes):
     def kept_of_layers(self) -> tuple[int, int, int]:
         """Return bytes for all layers without a head: on the device, on the host, and on disk."""
         model = self.model
-        on_device, on_host, on_disk, stream = _split_by_store(
-            self, [self.kept_of(layer) for layer in range(model.num_layers)]
+        on_device, on_host, on_disk, stream = self._split_by_store(
+            [self.kept_of(layer) for layer in range(model.num_layers)]
         )
-        on_device_now = self.tokens * (sum(on_device) + stream) + _shared(self)
+        on_device_now = self.tokens * (sum(on_device) + stream) + self._shared()
         return on_device_now, self.tokens * on_host, self.tokens * on_disk
 
     def points(self, layer: int) -> list[int]:
@@ -142,7 +142,7 @@ class _Layers(TokenBytes):
             again = 3 * self.x + self.before_core(layer) + core.output_saved
         if self.config.train.keep == "inputs":
             again += core.out + core.lse
-        ffn = self.tokens * again + _ffn(self, layer, self.tokens)
+        ffn = self.tokens * again + self._ffn(layer, self.tokens)
         if model.has_experts(layer):
             ffn += self.tokens * self.x
         # By then the FFN's inputs are freed, and so are plain copies of queries, keys and values.
@@ -177,7 +177,7 @@ class _Layers(TokenBytes):
             if self.width < FLOAT32:
                 grads += core.q + keys
             return core.q + keys + core.out + grads + padded
-        within = _within_kernel(self, layer, groups) + padded
+        within = self._within_kernel(layer, groups) + padded
         if self.ring == 1:
             return max(5 * heads // 2 + 4 * keys + padded, within)
         if self.config.parallel.transport == "all_gather":
@@ -190,8 +190,8 @@ class _Layers(TokenBytes):
         core = self.core(layer)
         saved = 6 * self.x + self.before_core(layer) + core.out + core.output_saved
         # The input's gradient replaces the output's, chunk by chunk.
-        ffn = 2 * chunk * saved + _ffn(self, layer, chunk) + _stored(self, self.x + core.out)
-        return ffn + _weight_sums(self, layer)
+        ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(self.x + core.out)
+        return ffn + self._weight_sums(layer)
 
     def chunk(self) -> int:
         """Return tokens per chunk."""
@@ -211,13 +211,13 @@ class _Layers(TokenBytes):
             # Float32 gradients for keys and values that several groups read.
             prefetched += one.kv * FLOAT32 // self.width
         of_group = self.tokens * (prefetched + self._core_backward(layer, groups))
-        stored = _stored(self, self.x + passed)
+        stored = self._stored(self.x + passed)
         if self.config.train.store == "host" and self.device_type == "cpu":
             # On a CPU the host store shares the device's memory.
             stored = self.tokens * passed
         # By then the FFN's gradients are complete, and rounded.
         finished = num_ffn_parameters(self.config, layer) * (FLOAT32 - self.width)
-        return of_group + stored + _weight_sums(self, layer) - finished
+        return of_group + stored + self._weight_sums(layer) - finished
 
     def _groups(self, layer: int) -> tuple[int, int]:
         """Return how many groups a layer's query heads and key heads are split into."""
@@ -230,126 +230,115 @@ class _Layers(TokenBytes):
             key_heads = self.model.num_heads
         return groups_of(self.model.num_heads, wanted), groups_of(key_heads, wanted)
 
+    def _shared(self) -> int:
+        """Return bytes for rotary tables, ids and positions, which all layers read."""
+        return self.tokens * (self.model.rotary_size * FLOAT32 + 32)
 
-def _shared(layers: _Layers) -> int:
-    """Return bytes for rotary tables, ids and positions, which all layers read."""
-    return layers.tokens * (layers.model.rotary_size * FLOAT32 + 32)
+    def _under_way(self) -> int:
+        """Return bytes for the residual stream's last two chunks, still in transfer to the store after forward."""
+        if not self.chunked or self.config.train.store == "device" or self.device_type == "cpu":
+            return 0
+        return 2 * self.chunk() * self.x
 
+    def _stored(self, per_token: int) -> int:
+        """Return bytes passed between a layer's parts, if the device stores them."""
+        if self.config.train.store != "device":
+            return 0
+        return self.tokens * per_token
 
-def _under_way(layers: _Layers) -> int:
-    """Return bytes for the residual stream's last two chunks, still in transfer to the store after forward."""
-    if not layers.chunked or layers.config.train.store == "device" or layers.device_type == "cpu":
-        return 0
-    return 2 * layers.chunk() * layers.x
+    def _ffn(self, layer: int, tokens: int) -> int:
+        """Return the bytes that an FFN's backward adds to its normed input and its output's gradient."""
+        model, width = self.model, self.width
+        if not model.has_experts(layer):
+            factors = 3
+            if self.config.train.keep != "all" or self.chunked:
+                factors += self.inputs_of_activation()
+            return factors * model.ffn_size * width * tokens + model.ffn_size * self.x
+        return self._experts(tokens)
 
+    def _experts(self, tokens: int) -> int:
+        """Return the same for an expert layer, which gathers assignments and computes weight gradients."""
+        model, width = self.model, self.width
+        tile = min(self.config.parallel.expert_tile_tokens or tokens, tokens)
+        assignments = tile * model.experts_per_token
+        inner = model.expert_ffn_size * width
+        # After the second matmul: gate, up, their gradients, and both concatenated; tokens, and output gradients.
+        of_tile = assignments * (6 * inner + 2 * self.x)
+        weights = 3 * model.num_experts // self.config.parallel.expert * model.expert_ffn_size * model.hidden_size
+        sums, bytes_of_weights = 0, width
+        if tile < tokens:
+            sums, bytes_of_weights = tokens * 2 * model.hidden_size * FLOAT32, width + FLOAT32
+        shared = 5 * model.shared_ffn_size * width * tokens
+        return max(of_tile, shared) + sums + weights * bytes_of_weights
 
-def _stored(layers: _Layers, per_token: int) -> int:
-    """Return bytes passed between a layer's parts, if the device stores them."""
-    if layers.config.train.store != "device":
-        return 0
-    return layers.tokens * per_token
+    def _weight_sums(self, layer: int) -> int:
+        return num_layer_parameters(self.config, layer) * FLOAT32
 
+    def _embeddings(self) -> int:
+        """Return bytes at the end of backward: gradients for the embeddings, and for their table."""
+        model = self.model
+        table, of_head = model.vocab_size * model.embedding_dim * self.width, 0
+        if model.tie_embeddings:
+            of_head = table
+        if self.chunked and not model.residual_dropout and enters_by_rows(model):
+            # Sums for some rows, and the gradients that one chunk adds to them.
+            return table + of_head + 2 * SUMMED_VALUES * FLOAT32 + self.chunk() * model.hidden_size * FLOAT32
+        return table + of_head + self.tokens * self.x
 
-def _ffn(layers: _Layers, layer: int, tokens: int) -> int:
-    """Return the bytes an FFN's backward adds to its normed input and output gradient, for ``tokens`` in one call."""
-    model, width = layers.model, layers.width
-    if not model.has_experts(layer):
-        factors = 3
-        if layers.config.train.keep != "all" or layers.chunked:
-            factors += layers.inputs_of_activation()
-        return factors * model.ffn_size * width * tokens + model.ffn_size * layers.x
-    return _experts(layers, tokens)
+    def _per_kind(self) -> set[int]:
+        """Return the first and the last layer, and one layer with each mixer."""
+        specs = layer_specs(self.model)
+        return {0, len(specs) - 1} | set({spec.mixer: n for n, spec in enumerate(specs)}.values())
 
+    def _mtp_bytes(self) -> int:
+        """Return bytes per token saved between the blocks for multi-token prediction."""
+        # Inputs to three norms, and to the projection, which is twice as wide.
+        kept = 5 * self.x
+        if self.chunked:
+            # The block's input, the tensor concatenated with it, and the branch.
+            kept = 3 * self.x
+        return self.model.mtp_layers * kept
 
-def _experts(layers: _Layers, tokens: int) -> int:
-    """Return the same for an expert layer, which gathers assignments and computes weight gradients."""
-    model, width = layers.model, layers.width
-    tile = min(layers.config.parallel.expert_tile_tokens or tokens, tokens)
-    assignments = tile * model.experts_per_token
-    inner = model.expert_ffn_size * width
-    # After the second matmul: gate, up, their gradients, and both concatenated; tokens, and output gradients.
-    of_tile = assignments * (6 * inner + 2 * layers.x)
-    weights = 3 * model.num_experts // layers.config.parallel.expert * model.expert_ffn_size * model.hidden_size
-    sums, bytes_of_weights = 0, width
-    if tile < tokens:
-        sums, bytes_of_weights = tokens * 2 * model.hidden_size * FLOAT32, width + FLOAT32
-    shared = 5 * model.shared_ffn_size * width * tokens
-    return max(of_tile, shared) + sums + weights * bytes_of_weights
+    def _split_by_store(self, kept: list[int], extra_bytes: int = 0) -> tuple[list[int], int, int, int]:
+        """Split the layers' bytes per token into device, host and disk; return also the rest that stays on the device.
 
+        The rest is the residual stream and ``extra_bytes``, saved after the last layer; a disk, or a host with chunks,
+        stores it too.
+        """
+        train = self.config.train
+        if train.store == "disk":
+            return [], 0, sum(kept) + self.x + extra_bytes, 0
+        if train.store == "host" and self.chunked:
+            return [], sum(kept) + self.x + extra_bytes, 0, 0
+        if train.store == "host":
+            return kept[-1:], sum(kept[:-1]), 0, self.x + extra_bytes
+        return list(kept), 0, 0, self.x + extra_bytes
 
-def _weight_sums(layers: _Layers, layer: int) -> int:
-    return num_layer_parameters(layers.config, layer) * FLOAT32
+    def _within_kernel(self, layer: int, groups: tuple[int, int]) -> int:
+        """Return bytes per token held while the kernel's backward runs in a layer.
 
-
-def _of_embeddings(layers: _Layers) -> int:
-    """Return bytes at the end of backward: gradients for the embeddings, and for their table."""
-    model = layers.model
-    table, of_head = model.vocab_size * model.embedding_dim * layers.width, 0
-    if model.tie_embeddings:
-        of_head = table
-    if layers.chunked and not model.residual_dropout and enters_by_rows(model):
-        # Sums for some rows, and the gradients that one chunk adds to them.
-        return table + of_head + 2 * SUMMED_VALUES * FLOAT32 + layers.chunk() * model.hidden_size * FLOAT32
-    return table + of_head + layers.tokens * layers.x
-
-
-def _of_each_kind(layers: _Layers) -> set[int]:
-    """Return the first and the last layer, and one layer with each mixer."""
-    specs = layer_specs(layers.model)
-    return {0, len(specs) - 1} | set({spec.mixer: n for n, spec in enumerate(specs)}.values())
-
-
-def _mtp_bytes(layers: _Layers) -> int:
-    """Return bytes per token saved between the blocks for multi-token prediction."""
-    # Inputs to three norms, and to the projection, which is twice as wide.
-    kept = 5 * layers.x
-    if layers.chunked:
-        # The block's input, the tensor concatenated with it, and the branch.
-        kept = 3 * layers.x
-    return layers.model.mtp_layers * kept
-
-
-def _split_by_store(layers: _Layers, kept: list[int], extra_bytes: int = 0) -> tuple[list[int], int, int, int]:
-    """Split the layers' bytes per token into device, host and disk; also return other bytes that stay on the device.
-
-    The others are the residual stream and ``extra_bytes``, saved after the last layer; a disk, or a host with chunks,
-    stores them too.
-    """
-    train = layers.config.train
-    if train.store == "disk":
-        return [], 0, sum(kept) + layers.x + extra_bytes, 0
-    if train.store == "host" and layers.chunked:
-        return [], sum(kept) + layers.x + extra_bytes, 0, 0
-    if train.store == "host":
-        return kept[-1:], sum(kept[:-1]), 0, layers.x + extra_bytes
-    return list(kept), 0, 0, layers.x + extra_bytes
-
-
-def _within_kernel(layers: _Layers, layer: int, groups: tuple[int, int]) -> int:
-    """Return bytes per token held while the kernel's backward runs in a layer.
-
-    Includes queries, keys and values with their gradients, and the workspace, but not the saved output.
-    """
-    model, mixer = layers.model, layer_specs(layers.model)[layer].mixer
-    core = layers.core(layer).of_group(*groups)
-    held = 2 * (core.q + core.kv) + core.out + core.lse // 2
-    if layers.ring > 1:
-        # Float32 sums over hops, and the next hop's keys and values.
-        held += (core.q + core.kv) * FLOAT32 // layers.width + 2 * core.kv
-    keys, value_dim = mixer.key_heads(model), model.value_dim
-    if isinstance(mixer, SoftmaxMixer) and mixer.has_own_heads:
-        value_dim = keys.head_dim
-    call = BackwardCall(
-        num_queries=layers.tokens,
-        num_keys=layers.tokens,
-        num_sequences=layers.num_documents,
-        num_heads=model.num_heads // groups[0],
-        num_kv_heads=keys.num_heads // groups[1],
-        head_dim=keys.head_dim,
-        value_dim=value_dim,
-        itemsize=layers.width,
-    )
-    return held + backward_workspace(expected_kernel(layers.config), call) // layers.tokens
+        Includes queries, keys and values with their gradients, and the workspace, but not the saved output.
+        """
+        model, mixer = self.model, layer_specs(self.model)[layer].mixer
+        core = self.core(layer).of_group(*groups)
+        held = 2 * (core.q + core.kv) + core.out + core.lse // 2
+        if self.ring > 1:
+            # Float32 sums over hops, and the next hop's keys and values.
+            held += (core.q + core.kv) * FLOAT32 // self.width + 2 * core.kv
+        keys, value_dim = mixer.key_heads(model), model.value_dim
+        if isinstance(mixer, SoftmaxMixer) and mixer.has_own_heads:
+            value_dim = keys.head_dim
+        call = BackwardCall(
+            num_queries=self.tokens,
+            num_keys=self.tokens,
+            num_sequences=self.num_documents,
+            num_heads=model.num_heads // groups[0],
+            num_kv_heads=keys.num_heads // groups[1],
+            head_dim=keys.head_dim,
+            value_dim=value_dim,
+            itemsize=self.width,
+        )
+        return held + backward_workspace(expected_kernel(self.config), call) // self.tokens
 
 
 def sums_head_by_rows(config: ResolvedConfig, model: ModelConfig) -> bool:

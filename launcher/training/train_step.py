@@ -25,7 +25,6 @@ from launcher.training.learning_rate_schedule import learning_rate
 from launcher.training.run_state import Progress, TrainingRun
 from launcher.training.totals import StepSums, StepTotals
 from longctx.errors import GradientError
-from longctx.model.decoder import selection_biases
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.task import Counts
@@ -128,7 +127,7 @@ class TrainStep:
         if not run.model.num_experts or step.failure is not None:
             return step.progress.expert_load_LE
         if run.model.selection_bias_rate:
-            biases = selection_biases(run.engine.model.network)
+            biases = run.engine.model.network.selection_biases()
             move_selection_bias_(biases, step.totals.counts_LE, run.model.selection_bias_rate)
         return step.totals.counts_LE
 

@@ -15,7 +15,6 @@ from launcher.verification.compare import StepState
 from launcher.verification.random_rows import micro_batch
 from longctx.batch import Batch
 from longctx.checkpoint_format import ROLES
-from longctx.model.decoder import selection_biases
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import TrainingPass
@@ -66,7 +65,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
             counts_LE = sum_over_ranks(counts_LE)
             load_LE = load_share(counts_LE)
             if model.selection_bias_rate:
-                move_selection_bias_(selection_biases(engine.model.network), counts_LE, model.selection_bias_rate)
+                move_selection_bias_(engine.model.network.selection_biases(), counts_LE, model.selection_bias_rate)
         weights, new = _gather(engine)
         # Muon's only moment has the same form, with its own decay.
         decay = {name: train.beta1 if len(roles) > 2 else train.momentum for name, roles in engine.roles.items()}

@@ -19,7 +19,7 @@ from launcher.verification.choices import RouterState, recorded_routers
 from launcher.verification.compare import StepState
 from launcher.verification.random_rows import micro_batch
 from longctx.batch import Batch
-from longctx.model.decoder import Decoder, selection_biases
+from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import Execution, TrainingPass
@@ -78,7 +78,7 @@ class SingleProcess:
             if counts_LE is not None:
                 load_LE = load_share(counts_LE)
                 if model.selection_bias_rate:
-                    move_selection_bias_(selection_biases(self.lm.network), counts_LE, model.selection_bias_rate)
+                    move_selection_bias_(self.lm.network.selection_biases(), counts_LE, model.selection_bias_rate)
             yield StepState(
                 loss=self.lm.mean_loss({self.lm.reported: nll}, counts),
                 grad_norm=norm,

@@ -6,7 +6,6 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -41,7 +40,6 @@ from longctx.model.layers.initialize import InitialTensor, initial_buffer
 from longctx.model.layers.linear import set_matmul_mode
 from longctx.model.mixers.cross_projections import CrossCall
 from longctx.model.mixers.mixer_networks import CROSS, with_local_cores
-from longctx.model.mtp import HeadInput, run_mtp_blocks
 from longctx.model.pair_head import PairHead
 from longctx.model.plans import cross_call, plan_layers, resolve_positions
 from longctx.model.rotary import RotaryTable
@@ -52,9 +50,7 @@ from longctx.model.training_pass import (
     Execution,
     Random,
     TrainingPass,
-    build_random,
     document_ids_of,
-    is_random,
 )
 
 
@@ -93,9 +89,20 @@ class Decoder(nn.Module):
         if seed is not None:
             self.initialize(seed)
 
+    @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Set every weight to its initial value, which depends only on ``seed`` and the tensor's name."""
-        _initialize(self, seed)
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                continue
+            # Generate only this rank's experts, at their offset: values do not depend on the number of expert ranks.
+            whole = torch.Size(self.logical_shape(name, parameter.shape)).numel()
+            initial, first = InitialTensor(name, whole, self.config, seed), 0
+            if whole != parameter.numel():
+                first = (self.dispatcher.local_experts.start or 0) * parameter[0].numel()
+            initial.copy_to(parameter.view(-1), first)
+        for name, buffer in self.named_buffers():
+            buffer.fill_(initial_buffer(name))
 
     def logical_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the full tensor's shape for parameter ``name``, given this rank's shape."""
@@ -133,13 +140,11 @@ class Decoder(nn.Module):
         * ``stream``: residual stream; its handle is returned instead of hidden states.
         * ``source``: result of ``encode``, for a model with an encoder.
         * ``segments`` [B, t]: each token's segment in its document; None means the first for all.
-        * ``mtp_tokens`` [B, t] each: the following tokens, one token further per MTP block. A list of ``HeadInput`` is
-          then
-          returned instead of hidden states.
+        * ``mtp_tokens`` [B, t] each: the following tokens, one token further per MTP block. The result is then a list
+          of ``HeadInput`` instead of hidden states.
         """
-        source = _source_of(self, cache, source)
-        hidden_BtM, stats = _through(
-            self,
+        source = self._resolve_source(cache, source)
+        hidden_BtM, stats = self._run_stack(
             self.model,
             tokens_Bt,
             positions_Bt,
@@ -168,8 +173,7 @@ class Decoder(nn.Module):
         """
         if self.encoder is None:
             raise ConfigError("the model has no encoder (model.encoder_layers=0), and a source was given.")
-        hidden_BsM, _ = _through(
-            self,
+        hidden_BsM, _ = self._run_stack(
             self.encoder,
             source.tokens,
             source.positions,
@@ -206,7 +210,7 @@ class Decoder(nn.Module):
         states, and its last ``norm``, by default the model's, is applied here. A target's objective is its
         label-smoothed negative log-likelihood plus the z-loss; ``options`` are the two in ``LossOptions``.
         """
-        by_chunks = None if stream is None else partial(chunked_loss_sums, stream, _before_head(self, norm))
+        by_chunks = None if stream is None else partial(chunked_loss_sums, stream, self._before_head(norm))
         table = self.model.embed_tokens
         return self.lm_head(hidden_BtM, table=table, targets_Bt=targets_Bt, by_chunks=by_chunks, **options)
 
@@ -214,283 +218,233 @@ class Decoder(nn.Module):
         """Compute each token's negative log-likelihood [B, t], float32, without gradient; 0 for ignored targets."""
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, per_token=True)
 
+    def selection_biases(self) -> list[Tensor]:
+        """Return the buffers [E] that routers add to choose experts, one per expert layer if the model has them."""
+        return [buffer for name, buffer in self.named_buffers() if name.endswith("e_score_correction_bias")]
+
+    def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
+        """Return (module, parameter) for each parameter that a module other than its owner reads, for ZeRO-3."""
+        external: list[tuple[nn.Module, nn.Parameter]] = []
+        if self.config.tie_embeddings:
+            table: Any = self.model.embed_tokens.weight
+            external.append((self.lm_head, table))
+        # By chunks the head applies the last norm, and calls its own modules once per chunk.
+        if self.execution.chunk_tokens:
+            norms = [norm for norm in (self.model.norm,) if norm is not None]
+            norms.extend(block.norm for block in self.model.mtp)
+            parts = norms.copy()
+            if self.lm_head.transform is not None:
+                parts.append(self.lm_head.transform)
+            external.extend((self.lm_head, p) for part in parts for p in part.parameters())
+            # The join before an MTP block applies the preceding norm.
+            for norm, block in zip(norms, self.model.mtp, strict=False):
+                external.extend((block.join, p) for p in norm.parameters())
+        return external
+
+    # One pass through a stack, in a fixed order. Plans come first: ranks compare them before any layer computes, so a
+    # mismatch fails at once instead of hanging in a collective. Positions and document ids follow, then everything
+    # random, which hashes token indices; all of it is built once and shared by every layer, so that recomputation reads
+    # the same values.
+    def _run_stack(
+        self,
+        stack: Stack,
+        tokens_Bt: Tensor,
+        positions_Bt: Tensor,
+        cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None,
+        *,
+        document_ids: Tensor | None,
+        row_tokens: int,
+        placement: Any,
+        training_pass: TrainingPass,
+        return_stats: bool = False,
+        cache: PassCache | None = None,
+        chunk: TokenChunk | None = None,
+        stream: ResidualStream | None = None,
+        source: EncodedSource | None = None,
+        segments: Tensor | None = None,
+        mtp_tokens: Sequence[Tensor] = (),
+    ) -> tuple[Any, list[RouterStats]]:
+        """Run tokens through one stack; return hidden states or their stand-in, and router statistics if requested."""
+        config = stack.config
+        new_tokens, given = chunk, stream
+        if cache is not None and chunk is None:
+            new_tokens = cache.chunk(tokens_Bt.shape[1])
+        if new_tokens is not None:
+            placement = new_tokens.placement
+        if stream is None and cache is None:
+            stream = new_stream(self.execution, tokens_Bt)
+        head_groups = 1 if stream is None else stream.head_groups
+        cores = self._pass_cores(config, new_tokens)
+        # Collective if ranks must agree on their plans.
+        dtype = self.model.embed_tokens.weight.dtype
+        documents, plans = plan_layers(
+            config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=head_groups
+        )
+        cross = self._build_cross_call(documents, source, tokens_Bt, placement, head_groups, cache, new_tokens)
+        positions_Bt, longest = resolve_positions(config, documents, positions_Bt, document_ids, cache, chunk)
+        if training_pass.replay is not None:
+            training_pass.replay.check(config, positions_Bt.numel())
+        # Both break a compiled graph, so they are built only if they are read.
+        if document_ids is None and (return_stats or training_pass.is_random(config)):
+            document_ids = document_ids_of(documents, tokens_Bt)
+        random = training_pass.build_random(config, documents, positions_Bt, document_ids, row_tokens=row_tokens)
+        # Router statistics cost a pass over the scores, so they are computed on request only.
+        stats_documents_Bt = document_ids if return_stats else None
+        scores, tables = stack.scores(tokens_Bt.device), stack.tables(positions_Bt, longest, dtype)
+        experts = self._build_moe_call(training_pass, random, documents.num_documents, stats_documents_Bt, new_tokens)
+        store = (
+            None
+            if cache is not None or stream is not None
+            else self._build_host_store(config, tokens_Bt, tables, source)
+        )
+        call = partial(
+            LayerCall,
+            scores=scores,
+            cache=cache,
+            dropout=random.dropout,
+            experts=experts,
+            keep=self.execution.keep,
+            store=store,
+            by_chunks=None if stream is None else partial(chunked_layer, stream),
+            run=self._region_runner(cache),
+            cross=cross,
+        )
+        calls = PassCalls(tables, {mixer: call(core=cores[mixer], plan=plan) for mixer, plan in plans.items()})
+        # An encoder has no token table and reads the decoder's.
+        hidden_BtM = stack(
+            tokens_Bt,
+            positions_Bt,
+            calls,
+            dropout=random.dropout,
+            stream=stream,
+            segments_Bt=segments,
+            embed_tokens=None if stack is self.model else self.model.embed_tokens,
+        )
+        # A stream from the caller stays open: its head applies the last norm chunk by chunk.
+        if stream is not None and given is None:
+            hidden_BtM = stack.last_norm(stream.leave(hidden_BtM))
+        if cache is not None and new_tokens is not None:
+            cache.extend(new_tokens)
+        head_inputs = stack.build_head_inputs(hidden_BtM, given, mtp_tokens, calls)
+        return head_inputs, [RouterStats.from_tensors(of_layer) for of_layer in calls.stats if return_stats]
+
+    def _resolve_source(self, cache: PassCache | None, given: EncodedSource | None) -> EncodedSource | None:
+        """Return the source that a pass reads: its cache's, or the given one.
+
+        Raise ConfigError for a source without an encoder, and for an encoder without a source.
+        """
+        assert cache is None or given is None, "a cache has its own source"
+        source = given if cache is None else self._join_cached_sources(cache)
+        if (source is None) == (self.encoder is None):
+            return source
+        if source is None:
+            raise ConfigError(
+                f"model.encoder_layers={self.config.encoder_layers}: the decoder reads a source, and none was given. "
+                "Give the batch one (Batch.source), or set model.encoder_layers=0."
+            )
+        raise ConfigError("the model has no encoder (model.encoder_layers=0), and a source was given.")
+
+    def _join_cached_sources(self, cache: PassCache) -> EncodedSource | None:
+        """Return the source for a cache's sequences; join several once, until a sequence enters or leaves."""
+        if not isinstance(cache, SequencesCache):
+            return cache.source
+        # A sequence's beams share one source.
+        different = [source for _, (source, *_) in groupby(cache.sources, key=id) if source is not None]
+        if not different:
+            return None
+        known = self.joined_sources
+        if known is None or list(map(id, known[0])) != list(map(id, different)):
+            known = self.joined_sources = different, join_sources(different)
+        return known[1]
+
+    def _build_cross_call(
+        self,
+        documents: PackedDocuments,
+        source: EncodedSource | None,
+        tokens_Bt: Tensor,
+        placement: Any,
+        head_groups: int,
+        cache: PassCache | None,
+        chunk: TokenChunk | None,
+    ) -> CrossCall | None:
+        """Build the pass's cross attention arguments, if it has a source."""
+        if source is None:
+            return None
+        core = self.cores[CROSS]
+        if cache is not None and chunk is not None:
+            # Every process has the full source, and its documents are the sequences.
+            core, placement = LocalAttention(matmul_mode=self.execution.matmul_mode), None
+            documents = PackedDocuments.of_lengths(cache.tokens_per_source(chunk))
+        return cross_call(self.config, core, documents, source, tokens_Bt, placement, head_groups)
+
+    def _pass_cores(self, config: ModelConfig, chunk: TokenChunk | None) -> dict[Mixer, PassCore]:
+        """Return the core for each mixer in a stack."""
+        cores = {mixer: self.cores[mixer.core] for mixer in mixers_of(config)}
+        if chunk is not None and chunk.sequences:
+            return {mixer: SequencesCore(core, chunk.sequences) for mixer, core in cores.items()}
+        return {**cores}
+
+    def _build_moe_call(
+        self,
+        training_pass: TrainingPass,
+        random: Random,
+        num_documents: int,
+        stats_documents_Bt: Tensor | None,
+        chunk: TokenChunk | None,
+    ) -> MoECall:
+        """Build the arguments for all expert layers; router statistics cover ``stats_documents_Bt``."""
+        execution, dispatcher = self.execution, self.dispatcher
+        if chunk is not None and chunk.is_replicated:
+            dispatcher = dispatcher.of_replicated()
+        recompute = execution.recompute_experts
+        if not torch.is_grad_enabled():
+            recompute = "all"  # without backward, experts save no activations
+        return MoECall(
+            ExpertRun(
+                dispatcher,
+                tile_tokens=execution.expert_tile_tokens,
+                recompute=recompute,
+                matmul_mode=execution.matmul_mode,
+            ),
+            documents_Bt=stats_documents_Bt,
+            num_documents=num_documents,
+            jitter=random.jitter,
+            capacity=random.capacity,
+            replay=training_pass.replay,
+        )
+
+    def _build_host_store(
+        self,
+        config: ModelConfig,
+        tokens_Bt: Tensor,
+        tables: Sequence[RotaryTable | None],
+        source: EncodedSource | None,
+    ) -> HostStore | None:
+        """Build the host store for tensors that layers save for backward; None keeps them on the device."""
+        if self.execution.store != "host" or not torch.is_grad_enabled():
+            return None
+        shared = [x for table in tables if table is not None for x in table.tensors()]
+        if source is not None:
+            shared.append(source.hidden_BsM)
+        # A tensor under one byte per token does not grow with the row: moving it costs more than keeping it.
+        return HostStore(AsyncCopies(tokens_Bt.device), config.depth, least_bytes=tokens_Bt.numel(), shared=shared)
+
+    def _region_runner(self, cache: PassCache | None) -> RegionRunner:
+        """Return the function that calls blocks' parts: compiled in training only."""
+        # Evaluation has other lengths and generation few tokens: compiling would not pay off.
+        if cache is not None or not torch.is_grad_enabled():
+            return call_function
+        return self.lm_head.run
+
+    def _before_head(self, norm: nn.Module | None = None) -> nn.Module | None:
+        """Return the modules before the output matrix: the last ``norm``, by default the model's, and the transform."""
+        parts = [part for part in (norm or self.model.norm, self.lm_head.transform) if part is not None]
+        if len(parts) > 1:
+            return nn.Sequential(*parts)
+        return next(iter(parts), None)
+
 
 def stream_arguments(stream: Stream) -> dict[str, Any]:
     """Return the ``Decoder.forward`` arguments that describe a stream, except ids, positions and documents."""
     names = ("document_ids", "row_tokens", "placement", "segments")
     return {name: getattr(stream, name) for name in names}
-
-
-def selection_biases(decoder: Decoder) -> list[Tensor]:
-    """Return the buffers [E] that routers add to choose experts, one per expert layer if the model has them."""
-    return [buffer for name, buffer in decoder.named_buffers() if name.endswith("e_score_correction_bias")]
-
-
-def _source_of(decoder: Decoder, cache: PassCache | None, given: EncodedSource | None) -> EncodedSource | None:
-    """Return the source that a pass reads: its cache's, or the given one.
-
-    Raise ConfigError for a source without an encoder, and for an encoder without a source.
-    """
-    assert cache is None or given is None, "a cache has its own source"
-    source = given if cache is None else _cached_source(decoder, cache)
-    if (source is None) == (decoder.encoder is None):
-        return source
-    if source is None:
-        raise ConfigError(
-            f"model.encoder_layers={decoder.config.encoder_layers}: the decoder reads a source, and none was given. "
-            "Give the batch one (Batch.source), or set model.encoder_layers=0."
-        )
-    raise ConfigError("the model has no encoder (model.encoder_layers=0), and a source was given.")
-
-
-def _cached_source(decoder: Decoder, cache: PassCache) -> EncodedSource | None:
-    """Return the source for a cache's sequences; join several once, until a sequence enters or leaves."""
-    if not isinstance(cache, SequencesCache):
-        return cache.source
-    # A sequence's beams share one source.
-    different = [source for _, (source, *_) in groupby(cache.sources, key=id) if source is not None]
-    if not different:
-        return None
-    known = decoder.joined_sources
-    if known is None or list(map(id, known[0])) != list(map(id, different)):
-        known = decoder.joined_sources = different, join_sources(different)
-    return known[1]
-
-
-# One pass through a stack, in a fixed order. Plans come first: ranks compare them before any layer computes, so a
-# mismatch fails at once instead of hanging in a collective. Positions and document ids follow, then everything random,
-# which hashes token indices; all of it is built once and shared by every layer, so that recomputation reads the same
-# values.
-def _through(
-    decoder: Decoder,
-    stack: Stack,
-    tokens_Bt: Tensor,
-    positions_Bt: Tensor,
-    cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None,
-    *,
-    document_ids: Tensor | None,
-    row_tokens: int,
-    placement: Any,
-    training_pass: TrainingPass,
-    return_stats: bool = False,
-    cache: PassCache | None = None,
-    chunk: TokenChunk | None = None,
-    stream: ResidualStream | None = None,
-    source: EncodedSource | None = None,
-    segments: Tensor | None = None,
-    mtp_tokens: Sequence[Tensor] = (),
-) -> tuple[Any, list[RouterStats]]:
-    """Run tokens through one stack; return hidden states or their stand-in, and router statistics if requested."""
-    config = stack.config
-    new_tokens, given = chunk, stream
-    if cache is not None and chunk is None:
-        new_tokens = cache.chunk(tokens_Bt.shape[1])
-    if new_tokens is not None:
-        placement = new_tokens.placement
-    if stream is None and cache is None:
-        stream = new_stream(decoder.execution, tokens_Bt)
-    head_groups = 1 if stream is None else stream.head_groups
-    cores = _cores_of(decoder, config, new_tokens)
-    # Collective if ranks must agree on their plans.
-    dtype = decoder.model.embed_tokens.weight.dtype
-    documents, plans = plan_layers(
-        config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=head_groups
-    )
-    cross = _cross_call(decoder, documents, source, tokens_Bt, placement, head_groups, cache, new_tokens)
-    positions_Bt, longest = resolve_positions(config, documents, positions_Bt, document_ids, cache, chunk)
-    if training_pass.replay is not None:
-        training_pass.replay.check(config, positions_Bt.numel())
-    # Both break a compiled graph, so they are built only if they are read.
-    if document_ids is None and (return_stats or is_random(config, training_pass)):
-        document_ids = document_ids_of(documents, tokens_Bt)
-    random = build_random(config, training_pass, documents, positions_Bt, document_ids, row_tokens=row_tokens)
-    # Router statistics cost a pass over the scores, so they are computed on request only.
-    stats_documents_Bt = document_ids if return_stats else None
-    scores, tables = stack.scores(tokens_Bt.device), stack.tables(positions_Bt, longest, dtype)
-    experts = _build_moe_call(decoder, training_pass, random, documents.num_documents, stats_documents_Bt, new_tokens)
-    store = None if cache is not None or stream is not None else _host_store(decoder, config, tokens_Bt, tables, source)
-    call = partial(
-        LayerCall,
-        scores=scores,
-        cache=cache,
-        dropout=random.dropout,
-        experts=experts,
-        keep=decoder.execution.keep,
-        store=store,
-        by_chunks=None if stream is None else partial(chunked_layer, stream),
-        run=_run_of(decoder, cache),
-        cross=cross,
-    )
-    calls = PassCalls(tables, {mixer: call(core=cores[mixer], plan=plan) for mixer, plan in plans.items()})
-    # An encoder has no token table and reads the decoder's.
-    hidden_BtM = stack(
-        tokens_Bt,
-        positions_Bt,
-        calls,
-        dropout=random.dropout,
-        stream=stream,
-        segments_Bt=segments,
-        embed_tokens=None if stack is decoder.model else decoder.model.embed_tokens,
-    )
-    # A stream from the caller stays open: its head applies the last norm chunk by chunk.
-    if stream is not None and given is None:
-        hidden_BtM = stack.last_norm(stream.leave(hidden_BtM))
-    if cache is not None and new_tokens is not None:
-        cache.extend(new_tokens)
-    found = _build_head_inputs(stack, hidden_BtM, given, mtp_tokens, calls)
-    return found, [RouterStats.from_tensors(of_layer) for of_layer in calls.stats if return_stats]
-
-
-def _build_head_inputs(
-    stack: Stack, hidden_BtM: Tensor, stream: ResidualStream | None, mtp_tokens: Sequence[Tensor], calls: PassCalls
-) -> Any:
-    """Build the head's input: hidden states, or with ``mtp_tokens`` ``HeadInput`` for the last layer and each MTP
-    block.
-    """
-    if not mtp_tokens:
-        return hidden_BtM
-
-    def run_block(number: int, x_BtM: Tensor, stream: ResidualStream | None) -> Tensor:
-        # Each MTP block has its own residual stream.
-        by_chunks = None if stream is None else partial(chunked_layer, stream)
-        of_mixer = {mixer: replace(call, by_chunks=by_chunks) for mixer, call in calls.of_mixer.items()}
-        return stack.run_layer(stack.config.num_layers + number, x_BtM, replace(calls, of_mixer=of_mixer))
-
-    embedded = [stack.embedded(tokens_Bt) for tokens_Bt in mtp_tokens]
-    return run_mtp_blocks(HeadInput(hidden_BtM, stream, stack.norm), list(stack.mtp), embedded, run_block)
-
-
-def _before_head(decoder: Decoder, norm: nn.Module | None = None) -> nn.Module | None:
-    """Return the modules before the output matrix: the last ``norm``, by default the model's, and the transform."""
-    parts = [part for part in (norm or decoder.model.norm, decoder.lm_head.transform) if part is not None]
-    if len(parts) > 1:
-        return nn.Sequential(*parts)
-    return next(iter(parts), None)
-
-
-def _cross_call(
-    decoder: Decoder,
-    documents: PackedDocuments,
-    source: EncodedSource | None,
-    tokens_Bt: Tensor,
-    placement: Any,
-    head_groups: int,
-    cache: PassCache | None,
-    chunk: TokenChunk | None,
-) -> CrossCall | None:
-    """Build the pass's cross attention arguments, if it has a source."""
-    if source is None:
-        return None
-    core = decoder.cores[CROSS]
-    if cache is not None and chunk is not None:
-        # Every process has the full source, and its documents are the sequences.
-        core, placement = LocalAttention(matmul_mode=decoder.execution.matmul_mode), None
-        documents = PackedDocuments.of_lengths(_given_each(cache, chunk))
-    return cross_call(decoder.config, core, documents, source, tokens_Bt, placement, head_groups)
-
-
-def _given_each(cache: PassCache, chunk: TokenChunk) -> list[int]:
-    """Count this process's tokens per source, over the sequences that a chunk continues."""
-    if not isinstance(cache, SequencesCache):
-        return [chunk.num_given]
-    each = zip(cache.sources, chunk.sequences, strict=True)
-    return [sum(part.num_given for _, part in same) for _, same in groupby(each, key=lambda pair: id(pair[0]))]
-
-
-def _cores_of(decoder: Decoder, config: ModelConfig, chunk: TokenChunk | None) -> dict[Mixer, PassCore]:
-    """Return the core for each mixer in a stack."""
-    cores = {mixer: decoder.cores[mixer.core] for mixer in mixers_of(config)}
-    if chunk is not None and chunk.sequences:
-        return {mixer: SequencesCore(core, chunk.sequences) for mixer, core in cores.items()}
-    return {**cores}
-
-
-def _run_of(decoder: Decoder, cache: PassCache | None) -> RegionRunner:
-    """Return the function that calls blocks' parts: compiled in training only."""
-    # Evaluation has other lengths and generation few tokens: compiling would not pay off.
-    if cache is not None or not torch.is_grad_enabled():
-        return call_function
-    return decoder.lm_head.run
-
-
-def _host_store(
-    decoder: Decoder,
-    config: ModelConfig,
-    tokens_Bt: Tensor,
-    tables: Sequence[RotaryTable | None],
-    source: EncodedSource | None,
-) -> HostStore | None:
-    """Build the host store for tensors that layers save for backward; None keeps them on the device."""
-    if decoder.execution.store != "host" or not torch.is_grad_enabled():
-        return None
-    shared = [x for table in tables if table is not None for x in table.tensors()]
-    if source is not None:
-        shared.append(source.hidden_BsM)
-    # A tensor under one byte per token does not grow with the row: moving it costs more than keeping it.
-    return HostStore(AsyncCopies(tokens_Bt.device), config.depth, least_bytes=tokens_Bt.numel(), shared=shared)
-
-
-def _build_moe_call(
-    decoder: Decoder,
-    training_pass: TrainingPass,
-    random: Random,
-    num_documents: int,
-    stats_documents_Bt: Tensor | None,
-    chunk: TokenChunk | None,
-) -> MoECall:
-    """Build the arguments for all expert layers; ``stats_documents_Bt`` holds the documents to compute "
-    "statistics for."""
-    execution, dispatcher = decoder.execution, decoder.dispatcher
-    if chunk is not None and chunk.is_replicated:
-        dispatcher = dispatcher.of_replicated()
-    recompute = execution.recompute_experts
-    if not torch.is_grad_enabled():
-        recompute = "all"  # without backward, experts save no activations
-    return MoECall(
-        ExpertRun(
-            dispatcher,
-            tile_tokens=execution.expert_tile_tokens,
-            recompute=recompute,
-            matmul_mode=execution.matmul_mode,
-        ),
-        documents_Bt=stats_documents_Bt,
-        num_documents=num_documents,
-        jitter=random.jitter,
-        capacity=random.capacity,
-        replay=training_pass.replay,
-    )
-
-
-def external_parameters(decoder: Decoder) -> list[tuple[nn.Module, nn.Parameter]]:
-    """Return (module, parameter) for each parameter that a module other than its owner reads, for ZeRO-3."""
-    external: list[tuple[nn.Module, nn.Parameter]] = []
-    if decoder.config.tie_embeddings:
-        table: Any = decoder.model.embed_tokens.weight
-        external.append((decoder.lm_head, table))
-    # By chunks the head applies the last norm, and calls its own modules once per chunk.
-    if decoder.execution.chunk_tokens:
-        norms = [norm for norm in (decoder.model.norm,) if norm is not None]
-        norms.extend(block.norm for block in decoder.model.mtp)
-        parts = norms.copy()
-        if decoder.lm_head.transform is not None:
-            parts.append(decoder.lm_head.transform)
-        external.extend((decoder.lm_head, p) for part in parts for p in part.parameters())
-        # The join before an MTP block applies the preceding norm.
-        for norm, block in zip(norms, decoder.model.mtp, strict=False):
-            external.extend((block.join, p) for p in norm.parameters())
-    return external
-
-
-@torch.no_grad()
-def _initialize(decoder: Decoder, seed: int) -> None:
-    for name, parameter in decoder.named_parameters():
-        if parameter.is_meta:
-            continue
-        # Generate only this rank's experts, at their offset: values do not depend on the number of expert ranks.
-        whole = torch.Size(decoder.logical_shape(name, parameter.shape)).numel()
-        initial, first = InitialTensor(name, whole, decoder.config, seed), 0
-        if whole != parameter.numel():
-            first = (decoder.dispatcher.local_experts.start or 0) * parameter[0].numel()
-        initial.copy_to(parameter.view(-1), first)
-    for name, buffer in decoder.named_buffers():
-        buffer.fill_(initial_buffer(name))

@@ -11,8 +11,7 @@ Axes: B rows, t tokens of this rank, M model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +22,6 @@ from longctx.model.chunks.branch import branch_off
 from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.layers.linear import Linear
 from longctx.model.layers.norms import build_norm
-
-RunBlock = Callable[[int, Tensor, ResidualStream | None], Tensor]
-"""Runs the block with this number on values, or on a residual stream's handle."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,25 +66,3 @@ class MtpBlock(nn.Module):
         super().__init__()
         self.join, self.block = MtpJoin(config), Block(config, layer, experts)
         self.norm = build_norm(config, config.hidden_size)
-
-
-def run_mtp_blocks(
-    first: HeadInput, blocks: Sequence[MtpBlock], embedded: Sequence[Tensor], run_block: RunBlock
-) -> list[HeadInput]:
-    """Run the MTP blocks in order, the first after the last layer; return the head's inputs, including ``first``.
-
-    ``embedded`` [B, t, M] holds table rows for the following tokens, one token further for each block.
-    """
-    found = [first]
-    for number, (block, embedded_BtM) in enumerate(zip(blocks, embedded, strict=True)):
-        before, stream = found[-1], None
-        if before.stream is not None:
-            stream = before.stream.branch()
-        # The block reads the head's input; by chunks that is before the norm, which the join applies.
-        hidden_BtM, x_BtM = block.join(before, embedded_BtM, stream)
-        found[-1] = replace(before, hidden_BtM=hidden_BtM)
-        x_BtM = run_block(number, x_BtM, stream)
-        if stream is None:
-            x_BtM = block.norm(x_BtM)
-        found.append(HeadInput(x_BtM, stream, block.norm))
-    return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from longctx.config import ModelConfig
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.kernel_interface import RelativeBias, ScoreRules
 from longctx.model.block import Block, LayerCall
+from longctx.model.chunks.chunked_layer import chunked_layer
 from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.chunks.token_table import TokenTable, is_summed_by_rows
 from longctx.model.cross_block import CrossBlock
 from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.linear import Embedding, Linear, Weight
 from longctx.model.layers.norms import build_norm
-from longctx.model.mtp import MtpBlock
+from longctx.model.mtp import HeadInput, MtpBlock
 from longctx.model.rotary import RotaryTable, sinusoid_table, sinusoidal_embedding
 
 
@@ -120,16 +122,39 @@ class Stack(nn.Module):
             calls.stats.append(tuple(of_router))
         return x_BtM
 
-    def embedded(self, tokens_Bt: Tensor) -> Tensor:
-        """Return scaled table rows for tokens, as MTP blocks read them."""
-        return self._scaled(self.embed_tokens(tokens_Bt))
-
     def last_norm(self, x_BtM: Tensor) -> Tensor:
         """Apply the last norm to the residual stream."""
         # A post-norm block ends in its own norm, so the stream needs no last one.
         if self.norm is None:
             return x_BtM
         return self.norm(x_BtM)
+
+    def build_head_inputs(
+        self, hidden_BtM: Tensor, stream: ResidualStream | None, mtp_tokens: Sequence[Tensor], calls: PassCalls
+    ) -> Any:
+        """Return the head's input: hidden states, or with ``mtp_tokens`` a list of ``HeadInput``.
+
+        The list starts with the last layer's and has one per MTP block, which run here. ``mtp_tokens`` [B, t] are the
+        following tokens, one token further per block.
+        """
+        if not mtp_tokens:
+            return hidden_BtM
+        inputs = [HeadInput(hidden_BtM, stream, self.norm)]
+        for number, (block, tokens_Bt) in enumerate(zip(self.mtp, mtp_tokens, strict=True)):
+            before, stream, by_chunks = inputs[-1], None, None
+            # Each block has its own residual stream.
+            if before.stream is not None:
+                stream = before.stream.branch()
+                by_chunks = partial(chunked_layer, stream)
+            of_mixer = {mixer: replace(call, by_chunks=by_chunks) for mixer, call in calls.of_mixer.items()}
+            # The block reads the head's input; by chunks that is before the norm, which the join applies.
+            hidden_BtM, x_BtM = block.join(before, self._scaled(self.embed_tokens(tokens_Bt)), stream)
+            inputs[-1] = replace(before, hidden_BtM=hidden_BtM)
+            x_BtM = self.run_layer(self.config.num_layers + number, x_BtM, replace(calls, of_mixer=of_mixer))
+            if stream is None:
+                x_BtM = block.norm(x_BtM)
+            inputs.append(HeadInput(x_BtM, stream, block.norm))
+        return inputs
 
     def _embed(
         self, x_BtM: Tensor, positions_Bt: Tensor, segments_Bt: Tensor | None, dropout: Dropout | None
@@ -184,7 +209,17 @@ class Stack(nn.Module):
 
     def tables(self, positions_Bt: Tensor, longest: int, dtype: torch.dtype) -> list[RotaryTable | None]:
         """Build rotary tables for queries and keys in ``dtype``; layers with one rope share a table."""
-        return [_table(self.config, rope, size, positions_Bt, longest, dtype) for rope, size in self._rope_kinds]
+        return [self._build_table(rope, size, positions_Bt, longest, dtype) for rope, size in self._rope_kinds]
+
+    def _build_table(
+        self, rope: Rope | None, rotary_size: int, positions_Bt: Tensor, longest: int, dtype: torch.dtype
+    ) -> RotaryTable | None:
+        if rope is not None:
+            is_whole = self.config.is_latent or rope.is_full_head
+            return RotaryTable.build(positions_Bt, rope, rotary_size, dtype, length=longest, is_whole=is_whole)
+        if self.config.position == "relative":
+            return RotaryTable(*sinusoid_table(positions_Bt, self.config.hidden_size, dtype))
+        return None
 
 
 def enters_by_rows(config: ModelConfig) -> bool:
@@ -195,14 +230,3 @@ def enters_by_rows(config: ModelConfig) -> bool:
     changes = config.segments or config.embedding_norm or config.embedding_size
     is_added = config.position in ("learned", "sinusoidal", "sinusoidal_halves")
     return not changes and not is_added and is_summed_by_rows(config.vocab_size * config.hidden_size)
-
-
-def _table(
-    config: ModelConfig, rope: Rope | None, rotary_size: int, positions_Bt: Tensor, longest: int, dtype: torch.dtype
-) -> RotaryTable | None:
-    if rope is not None:
-        whole = config.is_latent or rope.is_full_head
-        return RotaryTable.build(positions_Bt, rope, rotary_size, dtype, length=longest, is_whole=whole)
-    if config.position == "relative":
-        return RotaryTable(*sinusoid_table(positions_Bt, config.hidden_size, dtype))
-    return None

@@ -54,6 +54,14 @@ class Execution:
     disables compilation."""
 
 
+class Random(NamedTuple):
+    """Random or order-dependent parts of a pass; None for parts that the model lacks."""
+
+    dropout: Dropout | None = None
+    jitter: Jitter | None = None
+    capacity: Capacity | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class TrainingPass:
     """Training inputs to one forward pass; evaluation leaves all of them at their defaults."""
@@ -80,67 +88,56 @@ class TrainingPass:
             seed = mix64(seed ^ _SOURCE)
         return TrainingPass(seed=seed, first_tokens=self.first_source_tokens)
 
+    def is_random(self, config: ModelConfig) -> bool:
+        """Return whether the pass depends on the seed or on its tokens' indices."""
+        if self.seed is None:
+            return False
+        if config.residual_dropout:
+            return True
+        # Capacity is not random, but the assignments that it drops depend on token order.
+        return config.num_experts > 0 and (config.router_jitter > 0 or config.capacity_factor > 0)
+
+    def build_random(
+        self,
+        config: ModelConfig,
+        documents: PackedDocuments,
+        positions_Bt: Tensor,
+        document_ids_Bt: Tensor | None,
+        *,
+        row_tokens: int,
+    ) -> Random:
+        """Build dropout, router jitter and capacity for rows of ``row_tokens`` tokens (0: the rows given)."""
+        seed = self.seed
+        if seed is None or document_ids_Bt is None or not self.is_random(config):
+            return Random()
+        dropout, jitter, capacity = None, None, None
+        token_Bt = token_indices(documents, positions_Bt, document_ids_Bt)
+        # Indices among all tokens of the seed: a token's mask is the same however ranks split the batch.
+        of_seed_Bt = self._of_seed(token_Bt, row_tokens)
+        if config.residual_dropout:
+            dropout = Dropout(config.residual_dropout, seed, of_seed_Bt)
+        if config.num_experts and config.router_jitter:
+            jitter = Jitter(config.router_jitter, seed, of_seed_Bt)
+        if config.num_experts and config.capacity_factor:
+            rows = row_tokens or documents.num_tokens // len(token_Bt)
+            capacity = Capacity.build(config, token_Bt.flatten(), rows, documents.num_tokens)
+        return Random(dropout, jitter, capacity)
+
+    def _of_seed(self, token_Bt: Tensor, row_tokens: int) -> Tensor:
+        """Return token indices among all tokens that share the seed."""
+        first = self.first_tokens
+        if len(first) == 1:
+            return token_Bt + first[0]
+        if row_tokens == 0:
+            row_tokens = token_Bt.shape[1]
+        # Each row's start among the seed's tokens, minus its start in the micro-batch.
+        moves = [start - row * row_tokens for row, start in enumerate(first)]
+        # Built on the CPU and copied asynchronously: building it on the device would wait for the device.
+        moves_N = torch.tensor(moves).to(token_Bt.device, non_blocking=True)
+        return token_Bt + moves_N[(token_Bt // row_tokens).clamp(min=0)]
+
 
 EVALUATION = TrainingPass()
-
-
-def is_random(config: ModelConfig, training_pass: TrainingPass) -> bool:
-    """Return whether the pass depends on the seed or on its tokens' indices."""
-    if training_pass.seed is None:
-        return False
-    if config.residual_dropout:
-        return True
-    # Capacity is not random, but the assignments that it drops depend on token order.
-    return config.num_experts > 0 and (config.router_jitter > 0 or config.capacity_factor > 0)
-
-
-class Random(NamedTuple):
-    """Random or order-dependent parts of a pass; None for parts that the model lacks."""
-
-    dropout: Dropout | None = None
-    jitter: Jitter | None = None
-    capacity: Capacity | None = None
-
-
-def build_random(
-    config: ModelConfig,
-    training_pass: TrainingPass,
-    documents: PackedDocuments,
-    positions_Bt: Tensor,
-    document_ids_Bt: Tensor | None,
-    *,
-    row_tokens: int,
-) -> Random:
-    """Build dropout, router jitter and capacity for rows of ``row_tokens`` tokens (0: the rows given)."""
-    seed = training_pass.seed
-    if seed is None or document_ids_Bt is None or not is_random(config, training_pass):
-        return Random()
-    dropout, jitter, capacity = None, None, None
-    token_Bt = token_indices(documents, positions_Bt, document_ids_Bt)
-    # Indices among all tokens of the seed: a token's mask is the same however ranks split the batch.
-    of_seed_Bt = _of_seed(training_pass, token_Bt, row_tokens)
-    if config.residual_dropout:
-        dropout = Dropout(config.residual_dropout, seed, of_seed_Bt)
-    if config.num_experts and config.router_jitter:
-        jitter = Jitter(config.router_jitter, seed, of_seed_Bt)
-    if config.num_experts and config.capacity_factor:
-        rows = row_tokens or documents.num_tokens // len(token_Bt)
-        capacity = Capacity.build(config, token_Bt.flatten(), rows, documents.num_tokens)
-    return Random(dropout, jitter, capacity)
-
-
-def _of_seed(training_pass: TrainingPass, token_Bt: Tensor, row_tokens: int) -> Tensor:
-    """Return token indices among all tokens that share the seed."""
-    first = training_pass.first_tokens
-    if len(first) == 1:
-        return token_Bt + first[0]
-    if row_tokens == 0:
-        row_tokens = token_Bt.shape[1]
-    # Each row's start among the seed's tokens, minus its start in the micro-batch.
-    moves = [start - row * row_tokens for row, start in enumerate(first)]
-    # Built on the CPU and copied asynchronously: building it on the device would wait for the device.
-    moves_N = torch.tensor(moves).to(token_Bt.device, non_blocking=True)
-    return token_Bt + moves_N[(token_Bt // row_tokens).clamp(min=0)]
 
 
 def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:

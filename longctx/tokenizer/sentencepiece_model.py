@@ -116,7 +116,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """Encode each chunk to int32 ids; a later chunk gets no leading space."""
         if self.is_own:
-            return _encode_own(self, [chunk.text for chunk in chunks])
+            return self._encode_own([chunk.text for chunk in chunks])
         return encode_by_place(chunks, self._encode_texts)
 
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
@@ -196,6 +196,39 @@ class SentencePieceTokenizer(Tokenizer):
         flags = {"normalizes": self.normalizes, "has_byte_fallback": self.has_byte_fallback}
         return AdjacentPairs(texts, **flags).is_safe_cut
 
+    def _encode_own(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode chunks with the space mark as its three bytes, which decode to itself."""
+        mark = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        pieces: list[str] = []
+        # For each text its piece numbers, and None for a mark.
+        rows: list[list[int | None]] = []
+        for text in texts:
+            row: list[int | None] = []
+            for number, part in enumerate(text.split(SPACE_MARK)):
+                if number:
+                    row.append(None)
+                # Cut at points that change no id: the library takes twice as long for a text larger than the cache.
+                for piece in safe_chunks(part, _QUICK_CHARACTERS, self._is_safe_cut):
+                    row.append(len(pieces))
+                    pieces.append(piece.text)
+            rows.append(row)
+        threads = _num_threads(pieces, self.threads)
+        # One call for all pieces: the library encodes them on all cores.
+        encoded = self.processor.encode(pieces, return_type="numpy", num_threads=threads)
+        if self.model_type == "words":
+            space = self.processor.piece_to_id("<0x20>")
+            encoded = [_spell_spaces(piece, mark, space) for piece in encoded]
+        ids: list[np.ndarray] = []
+        for row in rows:
+            joined = [np.empty(0, dtype=np.int32)]
+            for at in row:
+                if at is None:
+                    joined.append(np.array(mark, dtype=np.int32))
+                else:
+                    joined.append(encoded[at])
+            ids.append(np.concatenate(joined).astype(np.int32, copy=False))
+        return ids
+
 
 def _check_growth(proto: Any, path: Path) -> None:
     """Raise DataError if a model may enlarge a text too much, or take too long for it."""
@@ -204,40 +237,6 @@ def _check_growth(proto: Any, path: Path) -> None:
         check_charsmap(spec.precompiled_charsmap, path)
     check_size_limits({"its unk_surface is": len(proto.trainer_spec.unk_surface)}, MOST_GROWTH, path)
     check_size_limits({"it has a piece": max(len(piece.piece) for piece in proto.pieces)}, MOST_PIECE, path)
-
-
-def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Encode chunks with the space mark as its three bytes, which decode to itself."""
-    mark = [tokenizer.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-    pieces: list[str] = []
-    # For each text its piece numbers, and None for a mark.
-    rows: list[list[int | None]] = []
-    for text in texts:
-        row: list[int | None] = []
-        for number, part in enumerate(text.split(SPACE_MARK)):
-            if number:
-                row.append(None)
-            # Cut at points that change no id: the library takes twice as long for a text larger than the cache.
-            for piece in safe_chunks(part, _QUICK_CHARACTERS, tokenizer._is_safe_cut):
-                row.append(len(pieces))
-                pieces.append(piece.text)
-        rows.append(row)
-    threads = _num_threads(pieces, tokenizer.threads)
-    # One call for all pieces: the library encodes them on all cores.
-    encoded = tokenizer.processor.encode(pieces, return_type="numpy", num_threads=threads)
-    if tokenizer.model_type == "words":
-        space = tokenizer.processor.piece_to_id("<0x20>")
-        encoded = [_spell_spaces(piece, mark, space) for piece in encoded]
-    ids: list[np.ndarray] = []
-    for row in rows:
-        joined = [np.empty(0, dtype=np.int32)]
-        for at in row:
-            if at is None:
-                joined.append(np.array(mark, dtype=np.int32))
-            else:
-                joined.append(encoded[at])
-        ids.append(np.concatenate(joined).astype(np.int32, copy=False))
-    return ids
 
 
 def _spell_spaces(ids: np.ndarray, mark: list[int], space: int) -> np.ndarray:

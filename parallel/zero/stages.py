@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.model.block import Block
-from longctx.model.decoder import external_parameters
 from longctx.model.experts.experts import is_expert_weight
 from longctx.model.mtp import MtpJoin
 from parallel.comm.communicator import Communicator
@@ -202,7 +201,7 @@ class Sharded(Partition):
 
     def __init__(self, wrapping: Wrapping) -> None:
         # Weights read by another module's forward, such as a tied head: DeepSpeed must gather them there, too.
-        for module, parameter in external_parameters(wrapping.model.network):
+        for module, parameter in wrapping.model.network.external_parameters():
             deepspeed.zero.register_external_parameter(module, parameter)
         # Gather all weights in a block before it runs: a compiled graph spans modules without running their hooks, and
         # in chunked execution each chunk would gather again.

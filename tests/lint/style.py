@@ -46,15 +46,12 @@ LIMITS = {
     "data_pipeline": Limits(ternaries=15, stars=6, comments=40),
 }
 AIM = Limits(ternaries=15, stars=6, comments=60)
-SIZES = {"class": 150, "function": 80, "file": 500}
-"""Lines of one class, function and file, without comment lines: a limit must not make a comment cost anything."""
+SIZES = {"class": 400, "function": 80, "file": 500}
+"""Lines of one class, function and file, without comment lines: a comment must not cost a line of code.
+
+A class may be as long as the decoder: what only a class calls is its method, not a function that takes it first."""
 MARKDOWN_LIMIT = 0
 """Long lines of Markdown, all pages together."""
-
-EXCEPTIONS: dict[str, str] = {
-    "longctx/model/decoder.py:Decoder": "one class for the model: what only it calls is a method, not a function",
-}
-"""Classes, functions and files beyond ``SIZES``, and why each may stay."""
 
 
 @dataclass(kw_only=True)
@@ -179,8 +176,7 @@ def main() -> int:
         out.append(_row(root, figures, limits))
         broken += broken_limits(root, figures, limits)
         beyond |= oversized(figures)
-    broken += [said for name, said in beyond.items() if name not in EXCEPTIONS]
-    out += [f"{name}: keeps to the limits now; it needs no exception." for name in EXCEPTIONS if name not in beyond]
+    broken += beyond.values()
 
     pages = [page for pattern in MARKDOWN for page in sorted(REPOSITORY.glob(pattern))]
     wide = {page.relative_to(REPOSITORY).as_posix(): len(long_lines(page.read_text())) for page in pages}

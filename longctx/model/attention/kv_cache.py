@@ -239,6 +239,10 @@ class KVCache:
             left = num_tokens - start
             yield self._chunk(min(left, chunk_tokens), left)
 
+    def tokens_per_source(self, chunk: TokenChunk) -> list[int]:
+        """Count this process's tokens in the chunk, which all read one source."""
+        return [chunk.num_given]
+
     def extend(self, chunk: TokenChunk) -> None:
         """Record that every layer has seen the chunk; a no-op here because each layer counts its own tokens."""
 

@@ -10,6 +10,7 @@ value head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +42,11 @@ class SequencesCache:
         """Return the next token for each sequence, as one chunk."""
         assert num_tokens == len(self._caches), f"{num_tokens} tokens of {len(self._caches)} sequences"
         return join([cache.chunk(1) for cache in self._caches])
+
+    def tokens_per_source(self, chunk: TokenChunk) -> list[int]:
+        """Count this process's tokens in the chunk per source; a sequence's beams share one."""
+        each = zip(self.sources, chunk.sequences, strict=True)
+        return [sum(part.num_given for _, part in same) for _, same in groupby(each, key=lambda pair: id(pair[0]))]
 
     def extend(self, chunk: TokenChunk) -> None:
         """Record that every layer has seen each sequence's tokens."""

@@ -19,7 +19,6 @@ from data_pipeline.rows.pack import Packing, Parts, plan_parts
 from data_pipeline.rows.row_batches import Share
 from data_pipeline.shards.reader import ShardSet, SourceSide
 from longctx.batch import IGNORED_TARGET
-from longctx.compact_batch import unpack_by_lookup
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
 from parallel.layout.sequence import SequenceLayout
@@ -153,7 +152,7 @@ def test_a_rank_reads_its_part_of_both_sides(folder: Path, layout, degree):
                     assert torch.equal(mine.per_token()[name], mine.placement.split(x, rank, 1)), name
             # Padding is attended to as well, so its lengths cost what others' do.
             assert part.source_lengths == batch.source.documents.lengths
-            found = unpack_by_lookup(part.share.source, "cpu")
+            found = part.share.source.unpack_by_lookup("cpu")
             assert torch.equal(found["tokens"].view(1, -1), got.source.tokens)
             assert torch.equal(found["document_ids"].view(1, -1), got.source.document_ids)
 

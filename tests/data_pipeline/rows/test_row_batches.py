@@ -18,7 +18,7 @@ from data_pipeline.rows.row_batches import Share, build_batch, build_share
 from data_pipeline.shards import reader
 from data_pipeline.shards.reader import Corpus, ShardSet
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, PackedDocuments
-from longctx.compact_batch import CompactBatch, DocumentEnd, unpack_by_lookup
+from longctx.compact_batch import CompactBatch, DocumentEnd
 from longctx.tokenizer import load_tokenizer
 from tests.data_pipeline.lengths import write_lengths
 
@@ -80,7 +80,7 @@ def plain_tokens(corpus: ShardSet, rows: list[Row], row_tokens: int) -> list[tup
 
 def check_both_ways(compact: CompactBatch) -> None:
     """What a GPU looks up is what the CPU copies."""
-    copied, each = compact.copied(), unpack_by_lookup(compact, "cpu")
+    copied, each = compact.copied(), compact.unpack_by_lookup("cpu")
     assert list(copied) == list(each)
     assert all(torch.equal(copied[name], each[name]) for name in copied)
 

@@ -21,7 +21,6 @@ from data_pipeline.rows.text_segments import SegmentRule, TextSegments
 from data_pipeline.rows.token_masking import MaskRule
 from data_pipeline.shards.reader import ShardSet
 from longctx.batch import IGNORED_TARGET
-from longctx.compact_batch import unpack_by_lookup
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
 from parallel.layout.sequence import SequenceLayout
@@ -180,7 +179,7 @@ def test_ranks_read_equal_bits_and_a_run_goes_on_to_them(folder, kind, layout, d
             assert share.num_pairs == got.num_pairs == len(got.pair_indices)
             assert (got.order.flatten()[got.pair_indices] != IGNORED_TARGET).all()
             # What a device makes of it token by token is the same.
-            looked = unpack_by_lookup(share, "cpu")
+            looked = share.unpack_by_lookup("cpu")
             assert torch.equal(looked["positions"].view(1, -1), got.positions)
             num_pairs += share.num_pairs
         assert num_pairs == batch.num_pairs > 0

@@ -16,7 +16,7 @@ from data_pipeline.rows.row_batches import Place, Share
 from launcher.training import feed as feed_module
 from launcher.training.feed import StepFeed
 from longctx.batch import PackedDocuments
-from longctx.compact_batch import CompactBatch, TokenSpan, unpack_by_lookup
+from longctx.compact_batch import CompactBatch, TokenSpan
 from longctx.errors import DataError
 
 WAIT = 30.0
@@ -214,7 +214,7 @@ def test_what_a_gpu_copies_late_is_what_was_read(monkeypatch):
     feed = feed_of(OneBuffer(), device="cuda:3", prefetch_steps=2)
     given = [feed.next_step()[0].shards for _ in range(4)]
     feed.close()
-    late = [unpack_by_lookup(shard, "cpu")["tokens"].unique().tolist() for shards in given for shard in shards]
+    late = [shard.unpack_by_lookup("cpu")["tokens"].unique().tolist() for shards in given for shard in shards]
     assert late == [[number] for number in range(8)]
 
 

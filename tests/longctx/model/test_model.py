@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longctx.model.decoder import Decoder, external_parameters
+from longctx.model.decoder import Decoder
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
@@ -75,8 +75,8 @@ def test_a_tied_head_owns_nothing_and_says_what_it_reads():
     tied, untied = Decoder(tiny_config()), Decoder(tiny_config(tie_embeddings=False))
     assert "lm_head.weight" not in tied.state_dict()
     assert "lm_head.weight" in untied.state_dict()
-    assert external_parameters(tied) == [(tied.lm_head, tied.model.embed_tokens.weight)]
-    assert external_parameters(untied) == []
+    assert tied.external_parameters() == [(tied.lm_head, tied.model.embed_tokens.weight)]
+    assert untied.external_parameters() == []
 
 
 @both_ways

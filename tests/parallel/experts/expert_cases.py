@@ -16,7 +16,7 @@ from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.config import ModelConfig
 from longctx.kernels.processor import MatmulMode
 from longctx.model.activation_offload import Keep, Store
-from longctx.model.decoder import Decoder, selection_biases
+from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import Execution, TrainingPass
@@ -239,7 +239,7 @@ class RanksRun:
         sum_over_ranks(routed_LE)
         self.run.norms.append(self.engine.step(LR))
         if config.selection_bias:
-            move_selection_bias_(selection_biases(decoder), routed_LE, config.selection_bias_rate)
+            move_selection_bias_(decoder.selection_biases(), routed_LE, config.selection_bias_rate)
         self.load_LE = load_share(routed_LE)
         self.run.losses.append(float(sum_over_ranks(nll_sum)) / counts["targets"])
         self.run.counts.append(routed_LE)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longctx.batch import PADDING_DOCUMENT, Batch, PackedDocuments
-from longctx.model.decoder import Decoder, selection_biases
+from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import balance_sum, load_share, move_selection_bias_
 from longctx.model.experts.router import RouterStats, Routing, router_stats
 from longctx.model.training_pass import Execution, TrainingPass
@@ -278,7 +278,7 @@ def test_the_bias_moves_by_its_definition(dtype):
     ]
     wanted = torch.zeros(3, 4, dtype=torch.float64)
     for counts in steps:
-        move_selection_bias_(selection_biases(decoder), torch.tensor(counts), 1e-3)
+        move_selection_bias_(decoder.selection_biases(), torch.tensor(counts), 1e-3)
         for layer, row in enumerate(counts):
             moves = [1e-3 * ((4 * count < sum(row)) - (4 * count > sum(row))) for count in row]
             wanted[layer] += torch.tensor(moves, dtype=torch.float64) - sum(moves) / 4
