@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import audit_tables, encoder_tables, endurance, faults, option_tables, plan_tables, run_tables
+from benchmarks.computed_tables import chunks_table, kept_table, recipe_table
 from benchmarks.delivering import tables as delivery
 from benchmarks.first_gpu import figures as first_gpu
 from benchmarks.machine import KINDS, RESULTS
-from benchmarks.recipe_table import recipe_table
 from benchmarks.scaling import table as scale
 
 MARKDOWN_COLUMNS = 100
@@ -440,7 +440,7 @@ GPU_TABLES: dict[str, Callable[[Path], str]] = {
     "gpu-figures": lambda results: markdown(*first_gpu.figures_table(results)) + f"\n\n{first_gpu.source_lines()}",
 }
 """By name: what is made from the results of all cards, and says "waiting" where there are none."""
-COMPUTED: dict[str, Callable[[], str]] = {"recipes": recipe_table}
+COMPUTED: dict[str, Callable[[], str]] = {"recipes": recipe_table, "kept": kept_table, "chunks-planned": chunks_table}
 """By name: what is computed, not measured."""
 
 
