@@ -94,15 +94,15 @@ class Rope:
         # Rotation acts on channel pairs.
         if rotary_size < 2 or rotary_size % 2:
             raise ConfigError(
-                f"model.rope has {rotary_size} rotary channels in each head; it must be an even number of at least 2. "
-                "Change model.head_dim or model.rope.partial, in latent attention model.rope_head_dim."
+                f"model.rope has {rotary_size} rotary channels per head; it must be an even number of at least 2. "
+                "Change model.head_dim or model.rope.partial (with latent attention, model.rope_head_dim)."
             )
         for name in ("short_factor", "long_factor"):
             given = getattr(self, name)
             if self.kind == "longrope" and (len(given) != rotary_size // 2 or any(not 0 < f < math.inf for f in given)):
                 raise ConfigError(
                     f"model.rope.{name} has {len(given)} values; longrope needs {rotary_size // 2} positive ones, "
-                    "one a channel pair."
+                    "one per channel pair."
                 )
 
     @property
@@ -197,12 +197,12 @@ def _check_kind(rope: Rope) -> None:
     if rope.kind in ("dynamic", "yarn", "longrope", "llama3") and rope.original_max_positions < 2:
         raise ConfigError(
             f"model.rope.kind={rope.kind!r} with model.rope.original_max_positions={rope.original_max_positions}: "
-            "it needs the length that the model was trained for, such as 4096."
+            "it needs the model's original training length, such as 4096."
         )
     if rope.query_growth and rope.partial != 1:
         raise ConfigError(
-            f"model.rope.query_growth={rope.query_growth} scales whole queries, and model.rope.partial={rope.partial} "
-            "rotates a part of them. Use model.rope.partial=1."
+            f"model.rope.query_growth={rope.query_growth} scales full queries, but model.rope.partial={rope.partial} "
+            "rotates only some channels. Use model.rope.partial=1."
         )
     if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise ConfigError(
@@ -216,15 +216,15 @@ def _check_numbers(rope: Rope) -> None:
     if not 1 < rope.theta < math.inf:
         raise ConfigError(f"model.rope.theta={rope.theta} must be a number above 1, such as 10000.")
     if not 1 <= rope.factor < math.inf:
-        raise ConfigError(f"model.rope.factor={rope.factor} must be at least 1: it says how much longer.")
+        raise ConfigError(f"model.rope.factor={rope.factor} must be at least 1: it is the context extension factor.")
     for name in ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
         if not 0 < getattr(rope, name) < math.inf:
             raise ConfigError(f"model.rope.{name}={getattr(rope, name)} must be a positive number.")
     if not 0 < rope.partial <= 1:
-        raise ConfigError(f"model.rope.partial={rope.partial} must lie above 0 and at most at 1.")
+        raise ConfigError(f"model.rope.partial={rope.partial} must be above 0 and at most 1.")
     for name in ("attention_factor", "mscale", "mscale_all_dim", "query_growth", "original_max_positions"):
         if not 0 <= getattr(rope, name) < math.inf:
-            raise ConfigError(f"model.rope.{name}={getattr(rope, name)} must not be negative; 0 means not given.")
+            raise ConfigError(f"model.rope.{name}={getattr(rope, name)} must not be negative; 0 means unset.")
     for name, most in _UPPER_BOUNDS.items():
         if getattr(rope, name) > most:
             raise ConfigError(f"model.rope.{name}={shown(getattr(rope, name))} must be at most {most:g}.")
@@ -234,19 +234,19 @@ def _check_yarn(rope: Rope) -> None:
     """Raise ConfigError if yarn's numbers contradict each other."""
     if rope.beta_fast < rope.beta_slow:
         raise ConfigError(
-            f"model.rope.beta_fast={rope.beta_fast} must not be below model.rope.beta_slow={rope.beta_slow}: pairs "
-            "between the two are partly divided. The paper has 32 and 1."
+            f"model.rope.beta_fast={rope.beta_fast} must not be below model.rope.beta_slow={rope.beta_slow}: channel "
+            "pairs between the two are partly interpolated. The paper has 32 and 1."
         )
     if rope.original_max_positions < 2 * math.pi * rope.beta_slow:
         raise ConfigError(
             f"model.rope.original_max_positions={rope.original_max_positions} is too short for "
-            f"model.rope.beta_slow={rope.beta_slow}: not even the fastest pair rotates so often. "
+            f"model.rope.beta_slow={rope.beta_slow}: even the fastest channel pair rotates less often. "
             f"Try original_max_positions={math.ceil(2 * math.pi * rope.beta_slow)} or more."
         )
     if rope.mscale not in (0, 1) and not rope.mscale_all_dim:
         raise ConfigError(
-            f"model.rope.mscale={rope.mscale} is read only beside model.rope.mscale_all_dim. Set both (DeepSeek), "
-            "or give model.rope.attention_factor itself."
+            f"model.rope.mscale={rope.mscale} has no effect without model.rope.mscale_all_dim. Set both (as in "
+            "DeepSeek), or set model.rope.attention_factor instead."
         )
 
 
