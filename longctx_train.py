@@ -65,8 +65,8 @@ def find_clashes() -> Iterator[str]:
         if digest is not None and digest != _hash(expected / "__init__.py"):
             others = _owners(name, packages)
             yield (
-                f"{expected}/__init__.py is not the file that {DISTRIBUTION} installed: {_versions(others)} has "
-                f"written over it.\nTry: {sys.executable} -m pip uninstall {' '.join(others)} {DISTRIBUTION}, then "
+                f"{expected}/__init__.py is not the file that {DISTRIBUTION} installed: {_versions(others)} "
+                f"overwrote it.\nTry: {sys.executable} -m pip uninstall {' '.join(others)} {DISTRIBUTION}, then "
                 f"install {DISTRIBUTION} again."
             )
 
@@ -78,8 +78,8 @@ def find_other_owners() -> Iterator[str]:
     for name in PACKAGES:
         for other in sorted(set(owners.get(name, [])) - {DISTRIBUTION}):
             yield (
-                f"{other} {distribution(other).version}, which is not a part of {DISTRIBUTION}, provides the package "
-                f"{name} too.\nTry: {sys.executable} -m pip uninstall {other}, or another virtual environment."
+                f"{other} {distribution(other).version}, which does not belong to {DISTRIBUTION}, also provides the "
+                f"package {name}.\nTry: {sys.executable} -m pip uninstall {other}, or use another virtual environment."
             )
 
 
@@ -94,15 +94,15 @@ def _folder_of(name: str) -> Path | None:
 def _found_elsewhere(name: str, found: Path | None, expected: Path) -> str:
     """Build the message about a foreign package."""
     if found is None:
-        return f"the package {name} of {DISTRIBUTION} is not at {expected}.\nTry: make setup"
+        return f"{DISTRIBUTION}'s package {name} is missing at {expected}.\nTry: make setup"
     message = (
         f"`import {name}` finds {found}, not {expected}.\n"
-        f"PyPI has unrelated packages named longctx, launcher and parallel; the name of this one is {DISTRIBUTION}.\n"
+        f"PyPI has unrelated packages named longctx, launcher and parallel; this one is named {DISTRIBUTION}.\n"
     )
     others = _owners(name, found.parent)
     if others:
         return f"{message}{_versions(others)} provides it. Try: {sys.executable} -m pip uninstall {' '.join(others)}"
-    return f"{message}Start from another folder, or take {found.parent} out of PYTHONPATH."
+    return f"{message}Start from another folder, or remove {found.parent} from PYTHONPATH."
 
 
 def _owners(name: str, site: Path) -> list[str]:

@@ -34,9 +34,7 @@ from longctx.tokenizer import Tokenizer
 from longctx.tokenizer.load_tokenizer import has_tokenizer
 
 PLANNED_DOCUMENTS = 1 << 20
-"""Documents that ``describe`` plans, in about a second; for a larger corpus, rows and padding are extrapolated from
-them."""
-
+"""Documents that ``describe`` plans, in about a second; for a larger corpus, rows and padding are extrapolated."""
 
 _WHOLE = 1 << 62
 """End offset beyond any document."""
@@ -138,7 +136,6 @@ def describe_mixture(path: str | Path) -> MixtureView:
     """Return a mixture's sources and stages, read from manifests; raise ConfigError or DataError if one is invalid."""
     mixture = Mixture.load(path)
     folders = mixture.folders(Path(path).parent)
-    # Read only manifests: this is fast for any corpus and fetches no shards from a store.
     manifests = [Manifest.load(folder) for folder in folders]
     check_no_pairs(path, zip((source.name for source in mixture.sources), manifests, strict=True))
     sources = [
@@ -164,7 +161,7 @@ def describe(folder: str | Path, *, seq_len: int | None = None, source_seq_len: 
     """
     if source_seq_len and seq_len is None:
         raise ConfigError(
-            f"source_seq_len={source_seq_len} bounds the sources of rows, and there are none without a seq_len.\n"
+            f"source_seq_len={source_seq_len} limits the source tokens per row and requires seq_len.\n"
             f"Try --seq-len {source_seq_len} --source-seq-len {source_seq_len}."
         )
     shards = ShardSet.open(folder)
@@ -243,19 +240,17 @@ def show_row(
     _check_seq_len(seq_len)
     shards = ShardSet.open(folder)
     tokenizer = shards.tokenizer()
-    # The loader uses the same pure function, so this is the row that a run reads.
     planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, source_seq_len=source_seq_len)
     if block is None:
         block, row = _find_row(planner, epoch, row, seq_len)
     if not 0 <= block < planner.num_blocks:
         raise ConfigError(
-            f"block={block} is not in an epoch, which has blocks 0 to {planner.num_blocks - 1} at seq_len={seq_len}."
+            f"block={block} is out of range: an epoch has blocks 0 to {planner.num_blocks - 1} at seq_len={seq_len}."
         )
     plan = planner.plan(epoch, block)
     if not 0 <= row < plan.num_rows:
         raise ConfigError(
-            f"row={row} is not in block {block} of this epoch, which has rows 0 to {plan.num_rows - 1} at "
-            f"seq_len={seq_len}."
+            f"row={row} is out of range: block {block} has rows 0 to {plan.num_rows - 1} at seq_len={seq_len}."
         )
     pieces = [_piece_view(shards, tokenizer, piece, preview_tokens) for piece in plan.row(row)]
     tokens = int(plan.row_tokens[row])
@@ -289,7 +284,7 @@ def decode_rows(
     if rows < 1:
         raise ConfigError(f"rows={rows} must be at least 1.")
     if first_row < 0:
-        raise ConfigError(f"first_row={first_row} must be at least 0: rows of a run are numbered from 0.")
+        raise ConfigError(f"first_row={first_row} must be at least 0: row numbers start at 0.")
     folders, order = open_order(
         data,
         seq_len,
@@ -359,15 +354,12 @@ def _with_marks(ids: np.ndarray, tokenizer: Tokenizer) -> str:
 
 
 _SHOWN_TOKENS = 512
-"""Tokens shown from a conversation."""
 _SKIPPED_AT_ONCE = 1024
 """Rows planned at once while skipping; their pieces are in memory together."""
 
 
 def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tuple[int, int]:
-    """Return the block that contains an epoch's row and the row's index in it; raise ConfigError if there is no such
-    row.
-    """
+    """Return the block that contains an epoch's row, and the row's index in it; raise ConfigError if there is none."""
     # Row counts are known only after planning, so plan blocks in order until the row is reached.
     first = 0
     for block in range(planner.num_blocks):
@@ -377,24 +369,22 @@ def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tupl
         first += num_rows
     if not first:
         raise planner.no_row()
-    raise ConfigError(f"row={row} is not in this epoch, which has rows 0 to {first - 1} at seq_len={seq_len}.")
+    raise ConfigError(f"row={row} is out of range: this epoch has rows 0 to {first - 1} at seq_len={seq_len}.")
 
 
 def find_problems(folder: str | Location) -> list[str]:
     """Return every problem in a shard folder and its ``validation`` split, one sentence each; empty if both are sound.
 
-    For a mixture file, check all its sources' folders.
-
-    Reads every byte and checks: the manifest's hash, types and file names; sizes, checksums and block sums of shards;
-    document offsets, lengths, names, and ids against vocabulary and padding; the tokenizer; and unlisted files. Every
-    shard in a packed or remote folder is fetched again, whatever the cache contains.
+    For a mixture file, check all its sources' folders. Reads every byte and checks: the manifest's hash, types and file
+    names; sizes, checksums and block checksums of shards; document offsets, lengths, names, and ids against vocabulary
+    and padding; the tokenizer; and unlisted files. Every shard in a packed or remote folder is fetched again, whatever
+    the cache contains.
     """
     place = locate(folder)
     if isinstance(place, Path) and is_mixture(place):
         sources = Mixture.load(place).folders(place.parent)
         return [problem for source in sources for problem in find_problems(source)]
     problems = list(_problems(place))
-    # The split is a shard folder of its own, with its own manifest.
     if (place / VALIDATION_FOLDER).is_dir():
         problems += _problems(place / VALIDATION_FOLDER)
     return problems
@@ -433,7 +423,7 @@ def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: L
     if manifest.duplicates.get("list"):
         yield from _list_problems(place / DUPLICATES_FILE, manifest.duplicates["list"])
     tokenizer = None
-    problem = f"{folder}: its tokenizer is missing. Neither tokenizer.model nor tokenizer.json is there."
+    problem = f"{folder}: the tokenizer is missing (neither tokenizer.model nor tokenizer.json exists)."
     if has_tokenizer(folder):
         try:
             tokenizer = manifest_tokenizer(folder, manifest)
@@ -446,8 +436,8 @@ def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: L
         own = (tokenizer.vocab_size, tokenizer.padding)
         if own != (manifest.vocab_size, manifest.padding):
             yield (
-                f"{place / MANIFEST_FILE} has vocab_size={manifest.vocab_size} and padding={manifest.padding}, the "
-                f"tokenizer beside it {own[0]} and {own[1]}. Build the folder again."
+                f"{place / MANIFEST_FILE} has vocab_size={manifest.vocab_size} and padding={manifest.padding}, but "
+                f"its tokenizer has {own[0]} and {own[1]}. Build the folder again."
             )
     yield from shard_problems(folder, manifest, padding=padding, copy=copy)
     # Reported last, because shards are checked without a tokenizer too.
@@ -468,7 +458,7 @@ def _list_problems(path: Location, hash: str) -> Iterator[str]:
     digest = xxhash.xxh3_128()
     if isinstance(path, Path) and path.exists() and not path.is_file():
         # Opening a pipe without a writer would hang.
-        yield f"{path} is no plain file."
+        yield f"{path} is not a regular file."
         return
     try:
         with path.open("rb") as file:

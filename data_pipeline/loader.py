@@ -154,7 +154,7 @@ def build_validation_loader(
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     if max_rows is not None and max_rows < 1:
-        raise ConfigError(f"max_rows={max_rows} must be at least 1. Leave it out to use every row.")
+        raise ConfigError(f"max_rows={max_rows} must be at least 1. Omit it to use all rows.")
     sizes = {"micro_batch_rows": micro_batch_rows, "data_rank": data_rank, "data_degree": data_degree, "even": even}
     open_folder = open_folder or _opener(verify=verify)
     names: tuple[str, ...] = ()
@@ -214,8 +214,8 @@ class Loader:
         """Folders to read, all built with the same tokenizer."""
         if masking is not None and any(order.fim_by_folder):
             raise ConfigError(
-                "train.objective=masked hides tokens in their text, and a source of the mixture fills in its middle.\n"
-                "Set fim_rate=0 of each source."
+                "train.objective=masked cannot be combined with fill-in-the-middle, which a mixture source uses.\n"
+                "Set fim_rate=0 for each source."
             )
         self._order = order
         self._reader = RowReader(
@@ -462,7 +462,7 @@ def _open_shards(folder: str | Location | ShardSet, open_folder: Open) -> ShardS
     if not isinstance(shards, ShardSet):
         shards = open_folder(shards)
     if not shards.num_documents:
-        raise DataError(f"{shards.folder} holds no documents. Build it again from a source with text.")
+        raise DataError(f"{shards.folder} contains no documents. Build it again from a source with text.")
     return shards
 
 
@@ -481,6 +481,6 @@ def _check_rows_per_step(rows_per_step: int, *, data_degree: int) -> None:
         if below:
             nearest = f"{below} or {below + data_degree}"
         raise ConfigError(
-            f"rows_per_step={rows_per_step} does not divide among data_degree={data_degree} ranks. "
+            f"rows_per_step={rows_per_step} must be a positive multiple of data_degree={data_degree}. "
             f"Try rows_per_step={nearest}."
         )

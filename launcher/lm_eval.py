@@ -27,7 +27,7 @@ from parallel.comm.process import process_group
 from parallel.runtime.device import choose_device
 from parallel.runtime.launched import environment_rank
 
-ABORT_MESSAGE = "Interrupted. With --use_cache PATH the same command goes on where it stopped."
+ABORT_MESSAGE = "Interrupted. With --use_cache PATH, the same command continues from its cached results."
 TIMEOUT_SECONDS = 1800.0
 """Seconds that ranks working on one text wait for each other."""
 

@@ -55,8 +55,8 @@ def prepare_folder(config: RunConfig) -> Path:
     try:
         if config.run.resume == "no" and (folder / METRICS_FILE).exists():
             raise ConfigError(
-                f"run.output_dir={config.run.output_dir!r} already holds a run.\n"
-                "Go on with it (--run.resume latest), or choose another folder (--run.output_dir ...)."
+                f"run.output_dir={config.run.output_dir!r} already holds a run.\nResume it (--run.resume latest), or "
+                "choose another folder (--run.output_dir ...)."
             )
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         # Permissions are not enough: the disk may be full or mounted read-only.
@@ -66,8 +66,8 @@ def prepare_folder(config: RunConfig) -> Path:
     except (OSError, ValueError) as error:
         # A null character in the name gives ValueError.
         raise ConfigError(
-            f"run.output_dir={config.run.output_dir!r} cannot be written: {error}.\n"
-            "Choose a folder you may write to (--run.output_dir ...), on a disk with free space."
+            f"run.output_dir={config.run.output_dir!r} cannot be written: {error}.\nChoose a writable folder "
+            "(--run.output_dir ...), on a disk with free space."
         ) from error
     return folder
 
@@ -83,17 +83,17 @@ def hold_folder(folder: Path, *, wait_seconds: float = HOLD_SECONDS) -> None:
     # A run that was stopped may still write its last checkpoint when the next attempt starts.
     while not _is_locked(handle):
         holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
-        owner_message = f"run.output_dir={str(folder)!r} belongs to a run that is under way: {holder}."
+        owner_message = f"run.output_dir={str(folder)!r} is in use by another run: {holder}."
         if time.monotonic() > deadline:
             os.close(handle)
             raise ClusterError(
-                f"{owner_message}\n"
-                "Two would write over one another. End that one first, or choose another folder (--run.output_dir ...)."
+                f"{owner_message}\nTwo runs would overwrite each other's files. End that run first, or choose another "
+                "folder (--run.output_dir ...)."
             )
         if not has_warned:
             # At once rather than after the wait: the user may have started it by mistake.
             sys.stderr.write(
-                escape_control_characters(f"{owner_message} Waiting {wait_seconds:.0f} s at most for it to end.\n")
+                escape_control_characters(f"{owner_message} Waiting up to {wait_seconds:.0f} s for it to end.\n")
             )
             sys.stderr.flush()
             has_warned = True
@@ -179,7 +179,9 @@ class _LogFile(logging.FileHandler):
         self._has_failed = True
         number = getattr(error, "errno", None)
         sys.stdout.write(
-            escape_control_characters(f"Lines are missing from {self.baseFilename}: errno {number}. The run goes on.\n")
+            escape_control_characters(
+                f"Log lines are missing from {self.baseFilename}: errno {number}. The run continues.\n"
+            )
         )
         sys.stdout.flush()
 

@@ -40,7 +40,10 @@ def main(argv: list[str]) -> int | None:
     """Validate everything first, then compare with one process."""
     rank, world_size = environment_rank()
     if argv in (["--help"], ["-h"]):
-        end_with(f"{__doc__}\nSettings are those of `longctx train`, whose --help all explains each.", quiet=rank != 0)
+        end_with(
+            f"{__doc__}\nThe settings are those of `longctx train`; `longctx train --help all` explains each.",
+            quiet=rank != 0,
+        )
     argv, probe = without_probe(argv)
     config = load_run_config(argv, quiet=rank != 0)
     check_tasks(config.run.hostfile, argv)

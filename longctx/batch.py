@@ -89,7 +89,7 @@ class PackedDocuments:
         given.
         """
         if cu_seqlens is None:
-            assert num_tokens is not None, "one document of how many tokens?"
+            assert num_tokens is not None, "num_tokens is required for a single document"
             return cls((0, num_tokens))
         if isinstance(cu_seqlens, PackedDocuments):
             if num_tokens in (None, cu_seqlens.num_tokens):
@@ -295,7 +295,7 @@ class Stream:
         return replace(moved, **rows, source=source)
 
     def _targets(self) -> Tensor:
-        assert self.next_token_ids is not None, "nobody has read what follows"
+        assert self.next_token_ids is not None, "the stream has no next_token_ids"
         if self.loss_mask is None:
             return self.next_token_ids
         return self.next_token_ids.masked_fill(~self.loss_mask, IGNORED_TARGET)
@@ -323,7 +323,7 @@ class Batch(Stream):
 def next_tokens(stream: Stream) -> Batch:
     """Build the batch with the next tokens within each document as targets, if they count."""
     if stream.masked is not None:
-        raise ConfigError("masked tokens are for train.objective=masked: what follows one may be masked itself.")
+        raise ConfigError("masked tokens require train.objective=masked: a next-token target may be masked itself.")
     return with_targets(stream, stream._targets())
 
 
@@ -338,8 +338,8 @@ def with_targets(stream: Stream, targets: Tensor) -> Batch:
     """Build the batch with these targets. Raise ConfigError unless there is one per token."""
     if targets.shape != stream.tokens.shape:
         raise ConfigError(
-            f"targets of shape {list(targets.shape)} stand beside tokens of shape {list(stream.tokens.shape)}: each "
-            f"token has one. What a source's tokens say is not predicted; {IGNORED_TARGET} predicts nothing."
+            f"targets have shape {list(targets.shape)}, tokens {list(stream.tokens.shape)}: each token needs one. "
+            f"Source tokens get no targets; {IGNORED_TARGET} marks a token without a prediction."
         )
     values = {field.name: getattr(stream, field.name) for field in fields(Stream)}
     return Batch(**{**values, "targets": targets, "next_token_ids": None, "loss_mask": None, "masked": None})
@@ -353,17 +353,17 @@ def _count_mtp_targets(targets: Tensor, positions: Tensor, most: int) -> int:
 def _fault(bounds: Sequence[Any], num_tokens: int | None) -> str | None:
     """Describe a fault in the boundaries and its correction, in two sentences, if any."""
     if not bounds:
-        return f"There is none. One document is [0, {num_tokens or 0}]."
+        return f"It is empty. One document is [0, {num_tokens or 0}]."
     for number, bound in enumerate(bounds):
         if not hasattr(bound, "__index__"):
-            return f"Entry {number} is {bound!r}. Give a whole number of tokens for the end of each document."
+            return f"Entry {number} is {bound!r}. Give a whole number of tokens for each document's end."
     if bounds[0] != 0:
-        return f"The first is {bounds[0]}. Begin with 0, then the end of each document."
+        return f"The first is {bounds[0]}. Begin with 0, then each document's end."
     for number, (before, after) in enumerate(pairwise(bounds), start=1):
         if after < before:
             return f"Entry {number} is {after}, after {before}. Give documents' ends in order, not their lengths."
     if num_tokens is not None and bounds[-1] != num_tokens:
-        return f"The last is {bounds[-1]}. End with {num_tokens}; padding is a document of its own."
+        return f"The last is {bounds[-1]}. End with {num_tokens}; padding is a separate document."
     return None
 
 

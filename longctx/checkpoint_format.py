@@ -203,7 +203,7 @@ class CheckpointReader:
         """Locate a range's values in the files; raise CheckpointError if the role is not stored."""
         if role not in self._pieces[name]:
             raise CheckpointError(
-                f"{self.folder} has no {role}: it was imported, so optimiser and schedule start anew."
+                f"{self.folder} has no {role}: it was imported, so optimizer state and schedule start from scratch."
             )
         if start < 0 or start + numel > torch.Size(self.shape(name)).numel():
             raise ValueError(f"values {start} to {start + numel} are not all in {name}, shape {self.shape(name)}")
@@ -241,13 +241,13 @@ class PieceFiles:
         entry = self._open_file(piece.file).entry(piece.key)
         if entry is None:
             raise CheckpointError(
-                f"{self.folder / piece.file} has no tensor {piece.key}. Take another checkpoint; "
-                "`longctx checkpoint verify` says whether it is whole."
+                f"{self.folder / piece.file} has no tensor {piece.key}. Use another checkpoint; "
+                "check it with `longctx checkpoint verify`."
             )
         if (entry.dtype, entry.shape) != ("F32", (piece.numel,)):
             raise CheckpointError(
                 f"{piece.key} in {self.folder / piece.file} is {entry.dtype} {list(entry.shape)}; "
-                f"the manifest says F32 [{piece.numel}]."
+                f"the manifest lists F32 [{piece.numel}]."
             )
         return entry.start
 
@@ -312,10 +312,10 @@ def _hash_problem(path: Path, entry: dict[str, Any]) -> str:
         # a failing disk shows up here first
         return f"{path.name} cannot be read: {error.strerror or error}"
     if found["hash"] != entry["hash"]:
-        return f"{path.name} is damaged: its xxh3-128 is not the manifest's"
+        return f"{path.name} is damaged: its xxh3-128 differs from the manifest's"
     # loading compares these block hashes, not the one above
     if found.get("blocks") != entry.get("blocks"):
-        return f"{path.name} is damaged: the xxh3-128 of a block of it is not the manifest's"
+        return f"{path.name} is damaged: a block's xxh3-128 differs from the manifest's"
     return ""
 
 
@@ -337,8 +337,8 @@ def _common_roles(pieces: Pieces, folder: Path) -> tuple[str, ...]:
     alone, trained = frozenset(ROLES[:1]), {frozenset(ROLES[:2]), frozenset(ROLES)}
     if not (found == {alone} or (found and found <= trained)) or not of_buffers <= {alone}:
         raise CheckpointError(
-            f"{folder}: its tensors must all have the master alone, as buffers have, or all {' and '.join(ROLES[:2])} "
-            f"(and {ROLES[2]})."
+            f"{folder}: either all parameters have only the master, or all have {' and '.join(ROLES[:2])} "
+            f"(and {ROLES[2]}); buffers have only the master."
         )
     return tuple(role for role in ROLES if all(role in roles for roles in found))
 
@@ -361,11 +361,11 @@ def check_model_size(config: ModelConfig, shapes: Collection[tuple[int, ...]], w
     """
     held = sum(num_values(shape) for shape in shapes)
     if config.num_layers > len(shapes):
-        raise CheckpointError(f"{where}: its model has {config.num_layers:,} layers, and only {len(shapes):,} tensors.")
+        raise CheckpointError(f"{where}: the model has {config.num_layers:,} layers, but only {len(shapes):,} tensors.")
     num_parameters = sum(count_parameters(config).values())
     if num_parameters > 2 * held + _SIZE_TOLERANCE:
         raise CheckpointError(
-            f"{where}: its model has {num_parameters:,} parameters, and its tensors only {held:,} values."
+            f"{where}: the model has {num_parameters:,} parameters, but its tensors only {held:,} values."
         )
 
 

@@ -45,7 +45,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 VALUE_BYTES = 4
 """Bytes per float32 in a file."""
-_HINT = "Take a checkpoint that a run or `longctx convert` wrote."
+_HINT = "Use a checkpoint written by a training run or `longctx convert`."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(str(error)) from error
     except FileNotFoundError as error:
         reject_other_formats(folder)
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}.") from error
+        raise CheckpointError(f"{folder} is not a checkpoint: {MANIFEST} is missing.") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     return check_manifest(manifest, path)
@@ -94,7 +94,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_manifest(manifest: Any, path: object) -> dict[str, Any]:
     """Return the manifest read from ``path``; raise CheckpointError unless it is complete and every value is valid."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not the manifest of a longctx checkpoint.")
+        raise CheckpointError(f"{path} is not a longctx checkpoint's manifest.")
     version = manifest.get("version")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(f"{path} has format version {shown(version)}; this release reads {VERSION}.")
@@ -115,30 +115,30 @@ def where_to_get(folder: Path) -> str:
     name = folder.as_posix()
     if not _HUB_NAME.fullmatch(name) or folder.parent.exists() or name.startswith("runs/"):
         return ""
-    return f"\nA model of the Hugging Face Hub is fetched before: hf download {name} --local-dir {folder.name}"
+    return f"\nDownload a Hugging Face Hub model first: hf download {name} --local-dir {folder.name}"
 
 
 def reject_other_formats(folder: Path) -> None:
     """Raise CheckpointError for a PEFT adapter or a DeepSpeed ``save_checkpoint`` folder, without opening any file."""
     if (folder / "adapter_config.json").is_file():
         raise CheckpointError(
-            f"{folder} is an adapter of PEFT (adapter_config.json), which is no model without its base.\n"
+            f"{folder} is a PEFT adapter (adapter_config.json), which needs its base model.\n"
             "Merge both first, in Python with peft and transformers:\n"
             "  base = AutoModelForCausalLM.from_pretrained(BASE)\n"
             f"  PeftModel.from_pretrained(base, {str(folder)!r}).merge_and_unload().save_pretrained(MERGED)\n"
-            "Copy the tokenizer's files beside it, and name MERGED here."
+            "Copy the tokenizer files into MERGED, and use MERGED here."
         )
     for pattern in ("", "*/"):
         for name in ("mp_rank_*_model_states.pt", "*zero_pp_rank_*_states.pt", "layer_*-model_states.pt"):
             found = next(folder.glob(pattern + name), None)
             if found is not None:
                 raise CheckpointError(
-                    f"{folder} is a checkpoint of DeepSpeed, by its {found.relative_to(folder)}. Its files are "
-                    "pickles, which run what stands in them as soon as they are loaded: longctx opens none of them.\n"
-                    "If you trust whoever wrote them with all that your account may do, put the model's\n"
-                    "config.json into DIR, the folder that holds `latest`, and let DeepSpeed take the weights out:\n"
+                    f"{folder} is a DeepSpeed checkpoint (it has {found.relative_to(folder)}). Its files are "
+                    "pickles, which can execute code when loaded: longctx does not open them.\n"
+                    "If you trust the checkpoint's author with your account's permissions, put the model's\n"
+                    "config.json into DIR, the folder that contains `latest`, and extract the weights with DeepSpeed:\n"
                     "  longctx convert --from deepspeed DIR OUT --execute-pickles\n"
-                    "If not, do that where nothing can be harmed, and bring OUT here."
+                    "Otherwise run this command on an isolated machine, and copy OUT here."
                 )
 
 
@@ -163,20 +163,20 @@ def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
     for name, roles in pieces.items():
         size = num_values(manifest["tensors"][name]["shape"])
         if size > MOST_WHOLE:
-            yield f"tensors.{name} has shape {shown(manifest['tensors'][name]['shape'])}, more values than any file"
+            yield f"tensors.{name} has shape {shown(manifest['tensors'][name]['shape'])}, too many values for a file"
         for role, found in roles.items():
             at = 0
             # In order, each piece must start at the previous one's end: no gap and no overlap.
             for piece in sorted(found, key=lambda p: (p.start, p.numel)):
                 if piece.start != at:
-                    yield f"{name} ({role}) is not covered once at value {at}"
+                    yield f"{name} ({role}) has a gap or an overlap at value {at}"
                 # bytes in a file without a hash cannot be trusted
                 if piece.file not in held:
-                    yield f"{name} ({role}) lies in the unlisted file {piece.file}"
+                    yield f"{name} ({role}) is stored in the unlisted file {piece.file}"
                     continue
                 # Two tensors sharing one entry would be trained separately and saved as two.
                 if (piece.file, piece.key) in seen:
-                    yield f"{name} ({role}) lies in {shown(piece.key)} of {piece.file}, where another piece lies"
+                    yield f"{name} ({role}) shares {shown(piece.key)} in {piece.file} with another piece"
                 seen.add((piece.file, piece.key))
                 at += piece.numel
                 held[piece.file] += VALUE_BYTES * piece.numel
@@ -186,10 +186,10 @@ def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
     for file, num_bytes in held.items():
         entry = manifest["files"][file]
         if num_bytes > entry["bytes"]:
-            yield f"{file} has {entry['bytes']} bytes, and its pieces {num_bytes}"
+            yield f"{file} has {entry['bytes']} bytes, but its pieces {num_bytes}"
         # unless every block has a hash, some bytes would be used unchecked
         if "blocks" in entry and len(entry["blocks"]) != HASH_HEX_LENGTH * num_blocks(entry["bytes"]):
-            yield f"{file} has {entry['bytes']} bytes, and {len(entry['blocks']) // HASH_HEX_LENGTH} hashes of blocks"
+            yield f"{file} has {entry['bytes']} bytes, but {len(entry['blocks']) // HASH_HEX_LENGTH} block hashes"
 
 
 def num_values(shape: list[int] | tuple[int, ...]) -> int:
@@ -202,7 +202,7 @@ def num_values(shape: list[int] | tuple[int, ...]) -> int:
 
 # ------------------------------------------------------------------------------------------------------------ schema
 
-_TENSOR_FILE = text(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,187}\.safetensors", "name of a .safetensors file in this folder")
+_TENSOR_FILE = text(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,187}\.safetensors", ".safetensors file name in this folder")
 _PIECE = record({"file": _TENSOR_FILE, "key": NAME, "start": integer_between(), "numel": integer_between()})
 _TENSOR = record(
     {"shape": list_of(integer_between(), most=8), "roles": mapping(choice_of(ROLES), list_of(_PIECE))},
@@ -271,10 +271,10 @@ def _no_manifest(value: Any, where: str) -> None:
     """Check a file name, which must not be the manifest itself."""
     FILE_NAME(value, where)
     if value == MANIFEST:
-        raise ValueError(f"{where} is {MANIFEST}, which cannot vouch for itself")
+        raise ValueError(f"{where} is {MANIFEST}, which cannot list itself")
 
 
-_BLOCK_HASHES = text(r"([0-9a-f]{32})*", "row of checksums of 32 hex digits each")
+_BLOCK_HASHES = text(r"([0-9a-f]{32})*", "sequence of 32-digit hex checksums")
 
 _MANIFEST: Check = record(
     {
@@ -296,7 +296,7 @@ _MANIFEST: Check = record(
 PROOF_FILE = "proved.json"
 """Stored next to the manifest, outside its hash: the later loss that proved the checkpoint."""
 _MOST_PROOF_BYTES = 4096
-_WITHOUT_PROOF = "Remove it: the checkpoint is whole without."
+_WITHOUT_PROOF = "Remove it: the checkpoint is complete without it."
 _PROOF = record(
     {"manifest": HASH, "by": choice_of(("step", "validation")), "step": integer_between(), "loss": number, "hash": HASH}
 )

@@ -46,7 +46,7 @@ class GradientError(TrainingError):
 
         ``names`` is empty if each gradient is finite and only their total norm is not.
         """
-        problem = f"was refused (its norm is {norm:g})"
+        problem = f"was rejected (its norm is {norm:g})"
         if not math.isfinite(norm):
             problem = f"is not finite (its norm is {norm:g}) in: {', '.join(names) or 'no one tensor'}"
         super().__init__(f"the gradient {problem}")

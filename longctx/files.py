@@ -36,24 +36,24 @@ _HINTS = {
     errno.ENOSPC: "The disk is full: free some space or write to another disk.",
     errno.EDQUOT: "Your quota is used up: free some space or write to another disk.",
     errno.EFBIG: "The file would exceed the file size limit (see `ulimit -f`): raise it or use smaller shards.",
-    errno.EACCES: "You may not write there: choose a folder of your own.",
-    errno.EPERM: "You may not write there: choose a folder of your own.",
+    errno.EACCES: "Write permission is missing: choose a folder that you own.",
+    errno.EPERM: "Write permission is missing: choose a folder that you own.",
     errno.EROFS: "That file system is read-only: choose another folder.",
-    errno.EEXIST: "Something already stands there: choose another path.",
-    errno.ENOTEMPTY: "Something already stands there: choose another path.",
-    errno.ENOTDIR: "A part of that path is a file: choose a path whose parents are folders.",
+    errno.EEXIST: "The path already exists: choose another one.",
+    errno.ENOTEMPTY: "The path already exists: choose another one.",
+    errno.ENOTDIR: "A parent in that path is a file: choose a path with folders as parents.",
 }
 
 
 @contextlib.contextmanager
 def convert_write_errors(
-    path: Path, error: type[LongCtxError] = DataError, *, kept: str = "Nothing is left of it."
+    path: Path, error: type[LongCtxError] = DataError, *, kept: str = "No partial output remains."
 ) -> Iterator[None]:
     """Turn a disk error under ``path`` into an ``error`` with a hint; ``kept`` describes the files that remain."""
     try:
         yield
     except OSError as refusal:
-        hint = _HINTS.get(refusal.errno or 0, "Choose another path or mend this one.")
+        hint = _HINTS.get(refusal.errno or 0, "Choose another path or repair this one.")
         raise error(f"{path} could not be written ({refusal.strerror or refusal}). {kept}\n{hint}") from refusal
 
 
@@ -154,9 +154,9 @@ def check_link(folder: Path, file: str, error: type[LongCtxError] = DataError) -
         target = (folder / file).resolve()
     except (OSError, RuntimeError) as refusal:
         # a link to itself
-        raise error(f"{folder / file} cannot be followed: {refusal}.") from refusal
+        raise error(f"{folder / file} cannot be resolved: {refusal}.") from refusal
     if target.parent not in allowed:
-        raise error(f"{folder / file} leads out of its folder, to {target}. Copy the file instead.")
+        raise error(f"{folder / file} links outside of its folder, to {target}. Copy the file instead.")
     if not target.exists():
         raise error(f"{folder / file} is missing.")
 
@@ -190,7 +190,7 @@ def read_toml(path: Path, called: str) -> dict[str, Any]:
     except NotFetchedError as error:
         raise ConfigError(f"{called} {str(error).removeprefix('it ')}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{called} is not UTF-8 text, as TOML is.") from error
+        raise ConfigError(f"{called} is not UTF-8 text, which TOML requires.") from error
     except (ValueError, RecursionError) as error:
         # tomllib reports the line number, but not the line
         place = re.search(r"at line (\d+)", str(error))
@@ -209,7 +209,7 @@ def size_problem(path: Path, num_bytes: int) -> str:
             check_fetched(path)
     except NotFetchedError:
         return NOT_FETCHED
-    return f"has {path.stat().st_size} bytes, the manifest says {num_bytes}"
+    return f"has {path.stat().st_size} bytes, but {num_bytes} in the manifest"
 
 
 def hash_file(path: Path) -> str:

@@ -59,7 +59,7 @@ class SwapFile:
         """Start reading the first values for ``name`` into contiguous CPU tensors, back to back."""
         offset, reserved = self._extents[name]
         wanted = sum(part.nbytes for part in parts)
-        assert wanted <= reserved, f"{name} has {reserved} bytes, and {wanted} are asked for"
+        assert wanted <= reserved, f"{name} has {reserved} bytes, but {wanted} were requested"
         return self._transfer(offset, parts, self._read_block)
 
     def _place(self, name: str, num_bytes: int) -> int:
@@ -74,7 +74,7 @@ class SwapFile:
             self._extents[name] = self._end, reserved
             self._end += reserved
         offset, reserved = self._extents[name]
-        assert num_bytes <= reserved, f"{name} was {reserved} bytes, and is {num_bytes} now"
+        assert num_bytes <= reserved, f"{name} was {reserved} bytes, but is {num_bytes} now"
         return offset
 
     def _transfer(
@@ -83,7 +83,7 @@ class SwapFile:
         """Submit the tensors to the workers, block by block."""
         futures = []
         for tensor in parts:
-            assert offset % ALIGNMENT == 0, "direct I/O would refuse the place of a part in the file"
+            assert offset % ALIGNMENT == 0, "direct I/O requires aligned file offsets"
             content = as_bytes(tensor).numpy().data
             is_aligned = tensor.data_ptr() % ALIGNMENT == 0
             for start in range(0, len(content), BLOCK_BYTES):

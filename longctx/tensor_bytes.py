@@ -8,7 +8,7 @@ from torch import Tensor
 
 def as_bytes(x: Tensor) -> Tensor:
     """View a contiguous tensor's memory as uint8 [bytes]."""
-    assert x.is_contiguous(), "its values must lie end to end"
+    assert x.is_contiguous(), "the tensor must be contiguous"
     # ``x.view(torch.uint8)`` requires a last stride of 1, but an empty or single-value tensor may have any stride.
     return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
 

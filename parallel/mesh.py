@@ -204,11 +204,11 @@ def check_degrees(
                 f"parallel.{name}={degree} does not divide the {world_size} {'rank' if world_size == 1 else 'ranks'}.\n"
                 f"Try parallel.{name}={closest_value(degree, fits)} (any of {fits}), or a multiple of "
                 f"{degree} ranks: on one "
-                f"machine with --ranks {degree} of longctx train."
+                f"machine, longctx train --ranks {degree}."
             )
     if context % ulysses:
         fits = [n for n in range(1, context + 1) if context % n == 0]
         raise ConfigError(
-            f"parallel.ulysses={ulysses} does not divide parallel.context={context}: it is how many of the ranks that "
-            f"share a sequence split heads.\nTry one of {fits}."
+            f"parallel.ulysses={ulysses} does not divide parallel.context={context}, the number of ranks that "
+            f"share a sequence.\nTry one of {fits}."
         )

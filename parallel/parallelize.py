@@ -93,8 +93,8 @@ def check_layers(config: ModelConfig, layout: str, ring_degree: int) -> None:
     for mixer in mixers_of(config):
         if mixer.core not in CORES:
             raise ConfigError(
-                f"the core {mixer.core!r} of model.layers is none of {list(CORES)}. Name it in "
-                "parallel/attention/cores.py, for one rank too."
+                f"core {mixer.core!r} in model.layers is unknown; known: {list(CORES)}. Register it in "
+                "parallel/attention/cores.py, even for one rank."
             )
         CORES[mixer.core].check_layout(layout, ring_degree)
 
@@ -121,7 +121,7 @@ def _dispatcher(config: ModelConfig, mesh: Mesh) -> TokenDispatcher:
     return AllToAllDispatcher(mesh, config.num_experts)
 
 
-_SHIFTING = "telling what follows the last tokens of a rank"
+_SHIFTING = "gathering the next token ids"
 
 
 def _shift_over(mesh: Mesh) -> Shift:
@@ -139,7 +139,7 @@ def _shift_over(mesh: Mesh) -> Shift:
     return shift
 
 
-_COUNT_REDUCTION = "adding up choices of experts"
+_COUNT_REDUCTION = "summing expert choices"
 
 
 def _context_sum(mesh: Mesh):

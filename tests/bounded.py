@@ -25,14 +25,14 @@ HOSTILE_JSON: dict[str, tuple[bytes, str]] = {
     "lists in lists": (b"[" * 500_000 + b"]" * 500_000, "cannot be read"),
     "objects in objects": (b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "cannot be read"),
     "100 levels": (b'{"format": ' + b"[" * 100 + b"]" * 100 + b"}", "more than 64 deep"),
-    "a key twice": (b'{"format": "longctx-checkpoint", "format": "other"}', "names 'format' twice"),
-    "millions of lists": (b"[" + b"[]," * 5_000_000 + b"[]]", "values, and such a file"),
-    "NaN": (b'{"format": NaN}', "NaN, which is no number"),
-    "Infinity": (b'{"format": [-Infinity]}', "Infinity, which is no number"),
+    "a key twice": (b'{"format": "longctx-checkpoint", "format": "other"}', "has the key 'format' twice"),
+    "millions of lists": (b"[" + b"[]," * 5_000_000 + b"[]]", "values; the limit is"),
+    "NaN": (b'{"format": NaN}', "NaN, which is not a JSON number"),
+    "Infinity": (b'{"format": [-Infinity]}', "Infinity, which is not a JSON number"),
     "a float beyond floats": (b'{"format": 1e999}', "beyond a float's range"),
-    "a number of 4,000 digits": (b'{"format": ' + b"9" * 4000 + b"}", "a whole number of 4,000 digits"),
+    "a number of 4,000 digits": (b'{"format": ' + b"9" * 4000 + b"}", "an integer with 4,000 digits"),
     "a number of a megabyte": (b'{"format": ' + b"9" * 2**20 + b"}", "cannot be read"),
-    "half a character": (b'{"format": "\\ud800"}', "half of a surrogate pair"),
+    "half a character": (b'{"format": "\\ud800"}', "an unpaired surrogate"),
 }
 """What is no strict JSON, and what is said of it."""
 

@@ -78,12 +78,12 @@ def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[Sourc
         # States from older releases lack the field.
         entry = {"fim": None} | entry
     if not isinstance(entry, dict) or set(entry) != set(known):
-        raise DataError(f"The loader state of {where} is damaged: it needs exactly the fields {', '.join(known)}.")
+        raise DataError(f"The loader state of {where} is damaged: expected exactly the fields {', '.join(known)}.")
     for name, value in identity.items():
         if entry[name] != value:
             raise DataError(
-                f"The loader state of {where} has {name}={shown(entry[name])}, the file {value!r}: its rows would be "
-                "others.\nPut back what it was, or give the source another name: it then begins anew."
+                f"The loader state of {where} has {name}={shown(entry[name])}, but the mixture has {value!r}: its "
+                "row order would change.\nRestore the saved value, or rename the source to start it from its first row."
             )
     counters = {name: entry[name] for name in _COUNTERS}
     if entry["share"] is not None:
@@ -100,7 +100,8 @@ def _read_taken_rows(values: Any, where: str) -> tuple[TakenRows, ...]:
     is_list = isinstance(values, list) and all(isinstance(value, list) and len(value) == 2 for value in values)
     if not is_list or not all(type(count) is int and count >= 1 for value in values for count in value):
         raise DataError(
-            f"The loader state of {where} is damaged: before={shown(values)} must be pairs of a length and rows."
+            f"The loader state of {where} is damaged: before={shown(values)} must contain pairs of row length and "
+            "row count."
         )
     return tuple(TakenRows(row_tokens, rows) for row_tokens, rows in values)
 
@@ -186,8 +187,8 @@ class Chooser:
             for source, position in zip(self._mixture.sources, at.sources, strict=True)
         )
         return DataError(
-            f"{self._path} is used up after {at.rows_consumed:,} rows of {self._seq_len:,} tokens: every source with a "
-            f"weight has given its epochs ({given}).\nRaise epochs there, or take fewer train.steps."
+            f"{self._path} is exhausted after {at.rows_consumed:,} rows of {self._seq_len:,} tokens: every source with "
+            f"a weight has reached its epoch limit ({given}).\nRaise epochs in the mixture, or reduce train.steps."
         )
 
 

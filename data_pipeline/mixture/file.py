@@ -107,7 +107,7 @@ class Mixture:
             mixture = TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
         except ValidationError as error:
             raise ConfigError(f"{path}: {_first_problem(error)}\n{_KEYS}") from error
-        for problem in _problems(mixture):
+        for problem in mixture._problems():
             raise ConfigError(f"{path}: {problem}")
         return mixture
 
@@ -179,9 +179,38 @@ class Mixture:
                     (seq_len // n for n in range(1, seq_len + 1) if not seq_len % n), key=lambda n: abs(n - wanted)
                 )
                 raise ConfigError(
-                    f"{where}: stages.{number}.row_tokens={wanted} does not divide data.seq_len={seq_len}: rows of a "
-                    f"stage are laid end to end in one of the run's. Try {nearest}."
+                    f"{where}: stages.{number}.row_tokens={wanted} must divide data.seq_len={seq_len}: each training "
+                    f"row concatenates full stage rows. Try {nearest}."
                 )
+
+    def _problems(self) -> Iterator[str]:
+        """Yield inconsistencies between values, one sentence each with a fix."""
+        if not self.sources:
+            yield "[[sources]] is missing. Add at least one shard folder."
+        names = [source.name for source in self.sources]
+        for number, source in enumerate(self.sources):
+            if not source.name or names.index(source.name) != number:
+                yield f"sources.{number}.name={source.name!r} is empty or already used. Give each source a unique name."
+            for rule in source.upsample:
+                if rule.min_tokens < 0 or not 0 <= rule.factor <= MAX_FACTOR:
+                    yield (
+                        f"sources.{number} ({source.name}): upsample = [{{ min_tokens = {rule.min_tokens}, factor = "
+                        f"{rule.factor} }}] needs min_tokens of at least 0 and a factor from 0 to {MAX_FACTOR:g}."
+                    )
+        last = -1
+        for number, stage in enumerate(self.stages):
+            if stage.from_tokens <= last:
+                yield f"stages.{number}.from_tokens={stage.from_tokens} must be at least {last + 1}: stages ascend."
+            last = stage.from_tokens
+            for name in stage.weights:
+                if name not in names:
+                    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)
+                    yield f"stages.{number}.weights names {name!r}, which is not a source. Did you mean {nearest[0]}?"
+        # Check the initial weights and those in effect in each stage: a stage replaces weights only for the sources it
+        # lists.
+        for weights in ({}, *(stage.weights for stage in self.stages)):
+            if not any(weights.get(source.name, source.weight) != 0 for source in self.sources):
+                yield "all weights are 0. Give at least one source a positive weight."
 
 
 def _place(base_folder: Path, path: str) -> Location:
@@ -204,40 +233,10 @@ def _first_problem(error: ValidationError) -> str:
     if first["type"] == "unexpected_keyword_argument":
         known = [field.name for kind in (Mixture, MixtureSource, Stage, Upsampling) for field in fields(kind)]
         nearest = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0)
-        return f"{where} is no key. Did you mean {nearest[0]}?"
+        return f"{where} is not a valid key. Did you mean {nearest[0]}?"
     return f"{where}={first['input']!r}: {first['msg']}."
 
 
 def is_mixture(path: str | Path) -> bool:
     """Return whether a path names a mixture file and not a shard folder."""
     return str(path).endswith(MIXTURE_SUFFIX)
-
-
-def _problems(mixture: Mixture) -> Iterator[str]:
-    """Yield inconsistencies between values, one sentence each with a fix."""
-    if not mixture.sources:
-        yield "there is no [[sources]]. Name at least one shard folder."
-    names = [source.name for source in mixture.sources]
-    for number, source in enumerate(mixture.sources):
-        if not source.name or names.index(source.name) != number:
-            yield f"sources.{number}.name={source.name!r} is empty or taken. Give each source a name of its own."
-        for rule in source.upsample:
-            if rule.min_tokens < 0 or not 0 <= rule.factor <= MAX_FACTOR:
-                yield (
-                    f"sources.{number} ({source.name}): upsample = [{{ min_tokens = {rule.min_tokens}, factor = "
-                    f"{rule.factor} }}] needs min_tokens of at least 0 and a factor from 0 to {MAX_FACTOR:g}."
-                )
-    last = -1
-    for number, stage in enumerate(mixture.stages):
-        if stage.from_tokens <= last:
-            yield f"stages.{number}.from_tokens={stage.from_tokens} must be at least {last + 1}: stages ascend."
-        last = stage.from_tokens
-        for name in stage.weights:
-            if name not in names:
-                nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)
-                yield f"stages.{number}.weights names {name!r}, which is no source. Did you mean {nearest[0]}?"
-    # Check the initial weights and those in effect in each stage: a stage replaces weights only for the sources it
-    # lists.
-    for weights in ({}, *(stage.weights for stage in mixture.stages)):
-        if not any(weights.get(source.name, source.weight) != 0 for source in mixture.sources):
-            yield "every weight is 0. Give at least one source a share."

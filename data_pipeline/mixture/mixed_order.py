@@ -172,14 +172,15 @@ class MixedOrder:
         wanted = self.state(self.start())
         if not isinstance(state, dict) or set(state) != set(wanted) or not isinstance(state["sources"], dict):
             raise DataError(
-                f"The loader state is not one of a mixture, as {self._path} is. Resume with the data.train of the run "
-                "that wrote it, or start without the state (run.start_from)."
+                f"The loader state does not belong to a mixture, but {self._path} is one. Resume with the original "
+                "run's data.train, or start a new run from the weights (run.start_from)."
             )
         for name in ("format", "plan_version", "seed", "seq_len", "shuffle", "packing"):
             if state[name] != wanted[name]:
                 raise DataError(
-                    f"The loader state has {name}={shown(state[name])}, this run {wanted[name]!r} ({self._path}).\n"
-                    "Resume with the same seed, seq_len, packing and shuffle, or start without the state."
+                    f"The loader state has {name}={shown(state[name])}, but this run has {wanted[name]!r} "
+                    f"({self._path}).\nResume with the same seed, seq_len, packing and shuffle, or start a new run "
+                    "from the weights (run.start_from)."
                 )
         check_counters({"rows_consumed": state["rows_consumed"]})
         # A source missing from the state starts at its first row.
@@ -201,7 +202,7 @@ class MixedOrder:
         now = self._chooser.shares(max(at.rows_consumed - 1, 0))
         if at.rows_consumed and now != at.shares:
             shares_now = _percentages(self._mixture, now)
-            log.info("%s has other shares than the run before: %s, counted from here on.", self._path, shares_now)
+            log.info("%s: source shares differ from the checkpoint's; from this step on: %s.", self._path, shares_now)
         return at
 
     def estimate_usage(self, at: MixedPosition, rows: int) -> MixtureEstimate:

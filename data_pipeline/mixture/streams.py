@@ -94,17 +94,17 @@ class SourceStreams:
         length = rule.cut_by(self._row_lengths)
         if length is not None:
             raise DataError(
-                f"{self._path}: the run fills in the documents of {name!r} by segments of {rule.segment_tokens} "
-                f"tokens, which a stage with row_tokens={length} would cut: middles without their prefix or suffix.\n"
-                f"Give its stages a row_tokens that is a multiple of {rule.segment_tokens}, or give the source another "
-                "name: it then begins anew."
+                f"{self._path}: the run splits documents in {name!r} into fill-in-the-middle segments of "
+                f"{rule.segment_tokens} tokens. A stage with row_tokens={length} would cut them and separate middles "
+                f"from their prefix or suffix.\nSet row_tokens in its stages to a multiple of {rule.segment_tokens}, "
+                "or rename the source to start it from its first row."
             )
         shortest = min(self._row_lengths)
         # The release that began the run cut segments in this way, and the run must continue unchanged.
         if not rule.segment_tokens and shortest < self._seq_len:
             log.warning(
-                "%s: source %r goes on by the rule of the release that began the run: rows of %d tokens cut its "
-                "segments of %d, so some middles stand without their prefix or suffix.",
+                "%s: source %r keeps the segment rule from the release that started the run: rows of %d tokens cut its "
+                "segments of %d, which separates some middles from their prefix or suffix.",
                 *(self._path, name, shortest, self._seq_len),
             )
 

@@ -20,18 +20,23 @@ def check_paragraphs(source: TextSource) -> None:
     """Raise ``DataError`` unless the source contains texts."""
     if source.fields.kind != "text":
         kind = "pairs" if source.fields.kind == PAIRS else "conversations"
-        raise DataError(f"--paragraphs keeps where those of texts begin, and {source.spec} holds {kind}: leave it out.")
+        raise DataError(
+            f"--paragraphs records paragraph starts in texts, but {source.spec} contains {kind}. Leave it out."
+        )
 
 
 def check_parsing(source: TextSource, tokenizer: Tokenizer, *, paragraphs: bool, exact: bool) -> None:
     """Raise ``DataError`` unless control tokens can be found in the source's texts."""
     if source.fields.kind != "text":
-        raise DataError(f"--special-tokens parse reads texts, and {source.spec} holds none: leave it out.")
+        raise DataError(
+            f"--special-tokens parse requires texts, but {source.spec} contains other documents. Leave it out."
+        )
     if paragraphs:
-        raise DataError("--special-tokens parse and --paragraphs do not go together: choose one.")
+        raise DataError("--special-tokens parse and --paragraphs cannot be combined. Choose one.")
     if exact:
         raise DataError(
-            "--exact compares texts with what their ids spell, and special tokens spell nothing: choose one."
+            "--exact compares texts with their decoded ids, but special tokens decode to empty text. Choose --exact or "
+            "--special-tokens parse."
         )
     # Raises if the tokenizer's file does not specify how to find control tokens.
     _ = tokenizer.control_finder
@@ -44,7 +49,7 @@ def check_numbers(validation_fraction: float, shard_tokens: int, workers: int | 
     if shard_tokens < 1:
         raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
     if workers is not None and workers < 1:
-        raise DataError(f"workers={workers} must be at least 1. Leave it out for all {usable_cores()} cores.")
+        raise DataError(f"workers={workers} must be at least 1. Omit it to use all {usable_cores()} cores.")
 
 
 def check_trained(records: list[PartRecord], source: TextSource, chat: ChatRule) -> None:
@@ -57,11 +62,11 @@ def check_trained(records: list[PartRecord], source: TextSource, chat: ChatRule)
     most = max(counts, key=lambda reason: counts[reason])
     lines = left_out_lines(counts, source.left_out.examples)
     raise DataError(
-        f"{unusable:,} conversations of {source.spec} cannot be trained on, beside {kept:,} documents "
-        f"(--most-left-out {chat.most_left_out:g}).\n"
+        f"{unusable:,} conversations in {source.spec} are unusable for training, compared with {kept:,} usable "
+        f"documents (--most-left-out {chat.most_left_out:g}).\n"
         + "\n".join(lines)
-        + f"\n{REMEDIES[most]}\nOther options begin anew, with --overwrite: what is encoded is of these. "
-        "--most-left-out goes on with it."
+        + f"\n{REMEDIES[most]}\nAfter changing other options, build again with --overwrite: encoded parts depend on "
+        "them. With a higher --most-left-out, the same build resumes."
     )
 
 
@@ -73,6 +78,6 @@ def check_splits(records: list[PartRecord], source: TextSource, options: dict[st
     # Possible with a handful of documents; otherwise a run would fail only at its start.
     if not counts["training"]:
         raise DataError(
-            f"All {counts['validation']} documents of {source.spec} fell into the validation split "
+            f"All {counts['validation']} documents of {source.spec} were assigned to the validation split "
             f"(validation_fraction={options['validation_fraction']}).\nTry validation_fraction=0 or more documents."
         )

@@ -214,7 +214,7 @@ def _chat_rule(
     """Return the rule for encoding conversations; None for texts. Raise DataError for an invalid rule."""
     if source.fields.kind in ("text", PAIRS):
         if chat is not None:
-            raise DataError(f"{source.spec} holds no conversations: it has no chat template and no replies.")
+            raise DataError(f"{source.spec} contains no conversations: chat template and reply options do not apply.")
         return None
     # A finished folder keeps its date, so that building it again finds it up to date.
     recorded = {}
@@ -350,9 +350,9 @@ def _find_finished(staging: Staging, parts: Sequence[SourcePart], say: Callable[
     """Return the parts that an earlier build finished, after verifying all their bytes."""
     records, invalid_files = staging.finished(len(parts))
     if records:
-        say(f"going on: {len(records)} of {len(parts)} parts are there")
+        say(f"resuming: {len(records)} of {len(parts)} parts are finished")
     for path in invalid_files:
-        logger.warning("%s is damaged: its part is encoded again", path)
+        logger.warning("%s is damaged: encoding its part again", path)
     return records
 
 
@@ -400,7 +400,7 @@ def _verify_manifest(folder: Location) -> Manifest:
         if stored_sizes.get(name) != size:
             found = stored_sizes.get(name, "no")
             raise DataError(
-                f"{folder / name} has {found} bytes and should have {size}. Build the folder again with --overwrite."
+                f"{folder / name} has {found} bytes, expected {size}. Build the folder again with --overwrite."
             )
     return manifest
 
@@ -413,8 +413,8 @@ def _say_cut(source: TextSource, say: Callable[[str], None]) -> None:
         if len(cut) > _SHOWN_DIRECTORIES:
             shown += ", …"
         say(
-            f"{len(cut)} directories have more bytes than one document may have (--join-bytes): "
-            f"they are cut between files into {sum(cut.values())} documents: {shown}"
+            f"{len(cut)} directories exceed the document size limit (--join-bytes) and are split between files into "
+            f"{sum(cut.values())} documents: {shown}"
         )
 
 
@@ -438,11 +438,11 @@ def _report(
         num_mismatched += held_out_manifest.inexact_documents
     if exact and num_mismatched:
         raise DataError(
-            f"{output} holds {num_mismatched} documents whose text does not come back exactly from their ids.\n"
-            "Leave --exact out, or name another folder and another tokenizer."
+            f"{output} contains {num_mismatched} documents that do not round-trip exactly through the tokenizer.\n"
+            "Leave --exact out, or choose another folder and another tokenizer."
         )
     if validation is None and training.options["validation_fraction"]:
-        logger.warning("%s: no document fell into the validation split; it holds training data only", output)
+        logger.warning("%s: the validation split is empty; the folder contains only training data", output)
     left_out, left_out_file = LeftOut(), None
     if training.left_out:
         left_out, left_out_file = read_left_out(output), _named(output / LEFT_OUT_FILE)

@@ -31,7 +31,7 @@ def find_fields(
     A ``source_field`` selects pairs. Raises DataError if the files are ambiguous or options conflict.
     """
     if format not in FORMATS:
-        raise DataError(f"format={format!r} is none of {', '.join(FORMATS)}.")
+        raise DataError(f"format={format!r} must be one of {', '.join(FORMATS)}.")
     if source_field:
         return _pairs(text_field, source_field, format=format, join=join), frozenset()
     texts, seen = Fields(text=text_field), frozenset()
@@ -45,12 +45,12 @@ def find_fields(
         return texts, seen
     if not is_default_field:
         raise DataError(
-            f"--text-field {text_field} names a text, and --format {kind} reads conversations: leave one out."
+            f"--text-field {text_field} selects texts, but --format {kind} selects conversations. Leave one out."
         )
     if join is not None:
         raise DataError(
-            f"source={spec} has conversations {describe_kind(kind)}, and --join directory joins texts: leave it "
-            "out, or read texts alone with --format text."
+            f"source={spec} has conversations {describe_kind(kind)}, but --join directory joins texts. Leave it "
+            "out, or read only texts with --format text."
         )
     return Fields(kind=kind), frozenset()
 
@@ -58,12 +58,12 @@ def find_fields(
 def _pairs(text_field: str, source_field: str, *, format: str, join: Join | None) -> Fields:
     """Return the fields for pairs; raise DataError for options that conflict with them."""
     if format not in (AUTO, "text") or join is not None:
-        other = "--join directory joins texts" if join is not None else f"--format {format} reads conversations"
-        raise DataError(f"--source-field {source_field} reads pairs, and {other}: leave one out.")
+        other = "--join directory joins texts" if join is not None else f"--format {format} selects conversations"
+        raise DataError(f"--source-field {source_field} selects pairs, but {other}. Leave one out.")
     if source_field == text_field:
         raise DataError(
-            f"--source-field {source_field} and --text-field {text_field} are one field. Name that of the source and "
-            "that of the target."
+            f"--source-field {source_field} and --text-field {text_field} are the same field. Set one field for "
+            "the source and another for the target."
         )
     return Fields(text=text_field, kind=PAIRS, source=source_field)
 
@@ -120,5 +120,5 @@ def _doubt(spec: str, lines: Sequence[str], kind: str) -> DataError:
     shown = "\n".join(lines)
     return DataError(
         f"source={spec} can be read in more than one way.\n{shown}\n"
-        f"Say which with --format text or --format {kind}, or name the files to read with --include or --exclude."
+        f"Choose with --format text or --format {kind}, or select the files to read with --include or --exclude."
     )

@@ -24,7 +24,7 @@ def encode_conversations(
     dtype = token_dtype(encoder.tokenizer.vocab_size)
     try:
         for document in documents:
-            assert document.conversation is not None, "a source has conversations alone, or none"
+            assert document.conversation is not None, "a source cannot mix conversations with other documents"
             # One hash for all documents from a conversation, so that they are in the same split.
             text_hash = xxhash.xxh3_64_intdigest(document.text.encode())
             for found in chat_documents(document.conversation, encoder):

@@ -38,6 +38,6 @@ def encode_pairs(
 def _flatten_pairs(documents: Iterable[Document]) -> Iterator[Document]:
     """Yield each pair's two texts, source first."""
     for document in documents:
-        assert document.pair is not None, "a source has pairs alone, or none"
+        assert document.pair is not None, "a source cannot mix pairs with other documents"
         for text in document.pair:
             yield Document(document.name, text)

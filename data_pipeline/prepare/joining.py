@@ -35,7 +35,7 @@ class Join:
     def __post_init__(self) -> None:
         """Raise DataError for invalid values."""
         if self.depth < 0:
-            raise DataError(f"join_depth={self.depth} must be at least 0. Leave it out: every directory by itself.")
+            raise DataError(f"join_depth={self.depth} must be at least 0. Omit it to join each directory separately.")
         if self.most_bytes < 1:
             raise DataError(f"join_bytes={self.most_bytes} must be at least 1. Try {DEFAULT_JOIN_BYTES}.")
         if self.header:
@@ -125,13 +125,13 @@ def _check_header(header: str) -> None:
         fields = [(field, spec, how) for _, field, spec, how in string.Formatter().parse(header) if field is not None]
     except ValueError as error:
         raise DataError(
-            f"join_header={header!r} is no template ({error}). Double the braces that are meant. {_TRY}"
+            f"join_header={header!r} is not a valid template ({error}). Double literal braces. {_TRY}"
         ) from (error)
     for field, spec, how in fields:
         if field not in _FIELDS or spec or how:
             raise DataError(
-                f"join_header={header!r} has a field {{{field}}} that is none of "
-                f"{', '.join('{' + known + '}' for known in _FIELDS)}. Double the braces that are meant. {_TRY}"
+                f"join_header={header!r} has an invalid field {{{field}}}. Use "
+                f"{', '.join('{' + known + '}' for known in _FIELDS)}; double literal braces. {_TRY}"
             )
     if not {"path", "name"} & {field for field, _, _ in fields}:
-        raise DataError(f"join_header={header!r} does not say which file begins: it lacks {{path}}. {_TRY}")
+        raise DataError(f"join_header={header!r} does not identify the file: it needs {{path}} or {{name}}. {_TRY}")

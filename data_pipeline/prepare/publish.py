@@ -48,7 +48,7 @@ def pack_folder(
     if level not in LEVELS:
         raise DataError(f"level={level} must be from {LEVELS[0]} to {LEVELS[-1]}. Try {DEFAULT_LEVEL}.")
     if (folder / PACKED_FILE).is_file():
-        raise DataError(f"{folder} is packed already. Copy it as it is.")
+        raise DataError(f"{folder} is already packed. Copy it unchanged.")
     place = locate(output)
     if not isinstance(place, ObjectPath):
         with staged_folder(place, replace=overwrite and (place / MANIFEST_FILE).is_file()) as staging:
@@ -70,9 +70,11 @@ def check_output_free(to: ObjectPath, *, overwrite: bool) -> None:
     remote_sizes = list_objects(to)
     other_files = [name for name in remote_sizes if not _is_ours(name)]
     if other_files:
-        raise DataError(f"output={to} holds {other_files[0]}, which is no part of a shard folder. Name another one.")
+        raise DataError(
+            f"output={to} contains {other_files[0]}, which does not belong to a shard folder. Name another one."
+        )
     if MANIFEST_FILE in remote_sizes and not overwrite:
-        raise DataError(f"output={to} is a shard folder already. Replace it with --overwrite, or name another one.")
+        raise DataError(f"output={to} is already a shard folder. Replace it with --overwrite, or name another one.")
 
 
 def send(folder: Path, to: ObjectPath, *, overwrite: bool, say: Say) -> None:
@@ -103,7 +105,7 @@ def send(folder: Path, to: ObjectPath, *, overwrite: bool, say: Say) -> None:
         for name in names:
             if remote_sizes.get(name) != (folder / name).stat().st_size:
                 raise DataError(
-                    f"{to}/{name} is not there as it was sent. Does somebody else write there? Send it again."
+                    f"{to}/{name} differs from the file that was sent: another process may write there. Send it again."
                 )
         journal.path.unlink(missing_ok=True)
 
@@ -116,7 +118,7 @@ def _transfer_lock(folder: Path, to: ObjectPath) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        raise DataError(f"{to} is being sent by another process of this host. Wait for it, or stop it.") from error
+        raise DataError(f"{to} is being sent by another process on this host. Wait for it, or stop it.") from error
     finally:
         os.close(handle)
 
@@ -154,7 +156,7 @@ def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
             path = folder / split / entry.file
             # Otherwise damage would be copied under new, valid checksums.
             if not path.is_file() or hash_file(path) != entry.xxh3_128:
-                raise DataError(f"{path} is missing or damaged. `longctx data verify {folder}` says more.")
+                raise DataError(f"{path} is missing or damaged. Run `longctx data verify {folder}` for details.")
             packed.append(pack_shard(path, staging / split / f"{entry.file}.zst", level=level))
             say(f"packed {split / entry.file} ({number} of {len(manifest.shards)})")
         names = [checksum_file(entry.file) for entry in manifest.shards if entry.sums]

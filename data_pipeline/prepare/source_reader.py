@@ -27,7 +27,7 @@ class Lengths:
     def __post_init__(self) -> None:
         """Raise DataError if the bounds admit no document."""
         if self.min_bytes < 0:
-            raise DataError(f"min_bytes={self.min_bytes} must be at least 0. Leave it out for documents of any length.")
+            raise DataError(f"min_bytes={self.min_bytes} must be at least 0. Omit it for documents of any length.")
         if self.max_bytes is not None and self.max_bytes < max(1, self.min_bytes):
             raise DataError(
                 f"max_bytes={self.max_bytes} must be at least 1 and not below min_bytes={self.min_bytes}. "
@@ -119,5 +119,5 @@ def fault(spec: str, skip: Skip) -> str:
     """Return the error message for a strict read's first fault."""
     return (
         f"{spec}: {skip.name}: {skip.reason} ({skip.detail or 'strict reading'}).\n"
-        f"Mend it, leave it out with --exclude, or read without --strict: it is then left out and listed."
+        f"Repair it, leave it out with --exclude, or read without --strict, which leaves it out and lists it."
     )

@@ -308,17 +308,17 @@ def _check_fields(
     if fields.kind == "text":
         raise DataError(
             f"source={spec} has no text in field {fields.text!r}.\n{faulty}\n"
-            "Name the right field with --text-field (text_field), leave such files out with --exclude, "
+            "Set the correct field with --text-field (text_field), leave such files out with --exclude, "
             "or read them as plain text with --as-text."
         )
     if fields.kind == PAIRS:
         raise DataError(
             f"source={spec} has no pairs in fields {fields.source!r} (source) and {fields.text!r} (target).\n{faulty}\n"
-            "Name the right ones with --source-field and --text-field, or leave such files out with --exclude."
+            "Set the correct fields with --source-field and --text-field, or leave such files out with --exclude."
         )
     raise DataError(
         f"source={spec} has no conversations {describe_kind(fields.kind)}.\n{faulty}\n"
-        f"Say what it has with --format ({', '.join(FORMATS)}), or leave such files out with --exclude."
+        f"Set the record type with --format ({', '.join(FORMATS)}), or leave such files out with --exclude."
     )
 
 
@@ -327,8 +327,8 @@ def _check_json_suffixes(spec: str, *, files: list[File], candidates: list[File]
     faulty = _describe_faulty([JSON_WITHOUT_SUFFIX], files=files, candidates=candidates, problems=problems)
     if faulty:
         raise DataError(
-            f"source={spec} has JSON in files whose endings do not say so.\n{faulty}\n"
-            "Name such files by a pattern, as in --as-json '*', or leave them out with --exclude."
+            f"source={spec} has JSON in files without a JSON suffix.\n{faulty}\n"
+            "Select such files by a pattern, as in --as-json '*', or leave them out with --exclude."
         )
 
 
@@ -375,7 +375,7 @@ def _nearest(path: Location) -> str:
         except OSError:
             names = []
     held = ", ".join(names[:8]) or "nothing"
-    return f'{parent} holds {held}. Name a file or folder with text, or "stdlib" for Python\'s standard library.'
+    return f'{parent} contains {held}. Name a file or folder with text, or "stdlib" for Python\'s standard library.'
 
 
 # ---------------------------------------------------------------------------------------------------------- messages
@@ -384,10 +384,7 @@ def _nearest(path: Location) -> str:
 def no_text(spec: str, left_out: LeftOut) -> str:
     """Return the error message for a source without documents."""
     reasons = "\n".join(f"  {line}" for line in left_out.lines()) or "  it is empty"
-    return (
-        f"source={spec} holds no text that can be used:\n{reasons}\n"
-        f'Give {READABLE}; or "stdlib", which every Python has.'
-    )
+    return f'source={spec} contains no usable text:\n{reasons}\nUse {READABLE}; or "stdlib", which every Python has.'
 
 
 def _hash(file: File) -> tuple[str, list[FilePiece]]:
@@ -401,4 +398,4 @@ def _hash(file: File) -> tuple[str, list[FilePiece]]:
 
 
 def _read_error(file: File, error: OSError) -> str:
-    return f"{file.path} cannot be read ({error.strerror}). Mend it or exclude {file.name!r}."
+    return f"{file.path} cannot be read ({error.strerror}). Repair it or exclude {file.name!r}."

@@ -69,7 +69,7 @@ def draw_sample(
         if progress is not None:
             progress(seen, seen_bytes)
     if not sample:
-        raise DataError("There are no documents to train a tokenizer on. Check the source and what it excludes.")
+        raise DataError("No documents to train a tokenizer on. Check the source and its include and exclude patterns.")
     # Restore source order, so that the same corpus gives the same model file.
     in_order = sorted(sample, key=lambda entry: entry[1])
     return TextSample(texts=[text for _, _, text in in_order], documents=seen, text_bytes=seen_bytes, marked=marked)
@@ -187,13 +187,13 @@ def train_tokenizer(
     if mask:
         marks += (MASK_TOKEN,)
     if sentinels < 0:
-        raise DataError(f"sentinels={sentinels} must not be negative. T5 has 100.")
+        raise DataError(f"sentinels={sentinels} must not be negative. T5 uses 100.")
     marks += tuple(SENTINEL.format(number) for number in range(sentinels))
     minimum, reserved = MIN_VOCAB_SIZE + len(marks), f"256 bytes and {4 + len(marks)} control ids"
     if kind == WORDPIECE:
         minimum, reserved = SMALLEST_WORDPIECE, f"{len(SPECIAL_TOKENS)} control ids"
     if vocab_size < minimum:
-        raise DataError(f"vocab_size={vocab_size} leaves no room beside {reserved}. Try {minimum} or more.")
+        raise DataError(f"vocab_size={vocab_size} leaves no room for text after {reserved}. Try {minimum} or more.")
     output = Path(output)
     kept = sample_file(output)
     sample, recipe = None, None
@@ -227,11 +227,11 @@ def _check_kind(kind: str, *, fim: bool, mask: bool, sentinels: int, keep_case: 
     """Raise DataError for options that this kind of tokenizer does not support."""
     if kind == WORDPIECE and (fim or sentinels):
         option = "--fim" if fim else f"--sentinels {sentinels}"
-        raise DataError(f"{option} goes with SentencePiece's kinds, and --kind {kind} is BERT's. Try --kind bpe.")
+        raise DataError(f"{option} requires a SentencePiece kind, but --kind {kind} is BERT's. Try --kind bpe.")
     if kind == WORDPIECE and mask:
-        raise DataError(f"--mask is part of --kind {kind}: leave it out.")
+        raise DataError(f"--kind {kind} already includes --mask. Leave it out.")
     if keep_case and kind != WORDPIECE:
-        raise DataError(f"--cased is for --kind {WORDPIECE}; --kind {kind} keeps every character. Leave it out.")
+        raise DataError(f"--cased requires --kind {WORDPIECE}; --kind {kind} preserves every character. Leave it out.")
 
 
 def _learn_wordpiece(sample: TextSample, vocab_size: int, *, keep_case: bool) -> bytes:
@@ -242,8 +242,8 @@ def _learn_wordpiece(sample: TextSample, vocab_size: int, *, keep_case: bool) ->
         if error.most is not None:
             raise DataError(_too_large(vocab_size, error.most)) from error
         raise DataError(
-            f"vocab_size={vocab_size} is less than the letters of this corpus need, each at a word's beginning and "
-            f"within one.\nTry {error.least} or more."
+            f"vocab_size={vocab_size} is too small: each letter in this corpus needs one piece at the start of a word "
+            f"and one within words.\nTry {error.least} or more."
         ) from error
     except (RuntimeError, OSError) as error:
         raise DataError(_training_error(str(error), vocab_size)) from error
@@ -287,7 +287,7 @@ def _learn_common(sample: TextSample, num_characters: int, options: dict[str, An
     del counts[SPACE_MARK]
     rare = [character for character, _ in counts.most_common()[num_characters:]]
     log.warning(
-        "vocab_size=%d has room for %d of the corpus's %d characters: the rarer ones become their bytes.",
+        "vocab_size=%d has room for %d of the corpus's %d characters: rarer ones are encoded as bytes.",
         options["vocab_size"],
         num_characters,
         len(counts),
@@ -307,11 +307,11 @@ def _training_error(message: str, vocab_size: int) -> str:
         return _too_large(vocab_size, int(found[1]))
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
         return (
-            f"vocab_size={vocab_size} is less than the bytes, control ids and characters of this corpus need.\n"
+            f"vocab_size={vocab_size} is too small for the bytes, the control ids and this corpus's characters.\n"
             f"Try {int(found[1]) + 1} or more."
         )
     if "sentences_.empty()" in message:
-        return "the corpus has no text to learn from: white space, marks that stand for nothing. Name another one."
+        return "the corpus contains no text to train on, only white space or control marks. Name another one."
     return f"SentencePiece could not train a tokenizer of vocab_size={vocab_size}: {message}"
 
 

@@ -55,8 +55,8 @@ def leave_out(folder: str | Path | ObjectPath, shards: Sequence[str]) -> LeftOut
         place = copy.origin
     if (place / PACKED_FILE).is_file():
         raise DataError(
-            f"{place} is packed, and its list of packed shards belongs to its manifest. Leave the shards out of the "
-            "folder that it was packed from, and pack that again (`longctx data pack`)."
+            f"{place} is packed, and its list of packed shards depends on its manifest. Leave the shards out of the "
+            "original folder, and pack that again (`longctx data pack`)."
         )
     _check_names(shards, manifest, place)
     kept = replace(
@@ -66,7 +66,9 @@ def leave_out(folder: str | Path | ObjectPath, shards: Sequence[str]) -> LeftOut
     )
     left_out = [entry for entry in manifest.shards if entry.file in shards]
     if not kept.shards:
-        raise ConfigError(f"without {', '.join(shards)} no document of {place} would be left. Build the folder again.")
+        raise ConfigError(
+            f"leaving out {', '.join(shards)} would remove all documents from {place}. Build the folder again."
+        )
     if copy is not None:
         copy.check_free_space()
     # Opening verifies the remaining shards, so a damaged folder cannot get a new, valid manifest.
@@ -99,10 +101,10 @@ def _check_names(shards: Sequence[str], manifest: Manifest, place: Location) -> 
         if shard in known:
             continue
         if shard in manifest.options.get(WITHOUT, []):
-            raise ConfigError(f"{shard} is left out of {place} already.")
+            raise ConfigError(f"{shard} is already left out of {place}.")
         # Users may give a path or a number instead of a name.
         nearest = get_close_matches(Path(shard).name, known, n=1, cutoff=0)
-        raise ConfigError(f"{reprlib.repr(shard)} is no shard of {place}. Did you mean {', '.join(nearest)}?")
+        raise ConfigError(f"{reprlib.repr(shard)} is not a shard in {place}. Did you mean {', '.join(nearest)}?")
 
 
 def _histogram(shards: ShardSet) -> dict[str, int]:

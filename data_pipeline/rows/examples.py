@@ -112,7 +112,7 @@ class Examples:
         made = self._made[number]
         if not self._is_source:
             return made.tokens
-        assert made.source is not None, "the recipe makes no sources"
+        assert made.source is not None, "the recipe does not create sources"
         return made.source
 
     def _make(self, numbers: Iterable[int]) -> None:
@@ -142,5 +142,5 @@ def check_texts(shards: ShardSet, objective: str, alternative: str) -> None:
         return
     kind = "pairs" if shards.manifest.has_sources else "conversations"
     raise ConfigError(
-        f"{objective} is for texts, and {shards.folder} holds {kind}.\nName a folder of texts, or {alternative}."
+        f"{objective} requires texts, but {shards.folder} contains {kind}.\nUse a folder of texts, or {alternative}."
     )

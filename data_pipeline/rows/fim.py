@@ -48,9 +48,9 @@ class FimRule:
     def __post_init__(self) -> None:
         for name, value in (("fim_rate", self.rate), ("fim_spm_rate", self.spm_rate)):
             if not 0 <= value <= 1:
-                raise ConfigError(f"data.{name}={value} must be a share from 0 to 1. The paper has 0.5.")
+                raise ConfigError(f"data.{name}={value} must be from 0 to 1. The paper uses 0.5.")
         if self.segment_tokens < 0:
-            raise ConfigError(f"data.fim_segment_tokens={self.segment_tokens} must be at least 0, which is a row's.")
+            raise ConfigError(f"data.fim_segment_tokens={self.segment_tokens} must be at least 0 (0: the row length).")
 
     def for_rows(self, row_lengths: Sequence[int]) -> FimRule:
         """Return the rule with the segment length resolved for rows of these lengths."""
@@ -77,9 +77,9 @@ class FimRule:
         length = self.cut_by(row_lengths)
         if length is not None:
             raise ConfigError(
-                f"data.fim_segment_tokens={self.segment_tokens} does not divide rows of {length} tokens: a segment "
-                "that a row's end cuts has its middle in another row than its prefix or suffix.\n"
-                f"Try data.fim_segment_tokens=0, which is {math.gcd(*row_lengths)} here."
+                f"data.fim_segment_tokens={self.segment_tokens} does not divide rows of {length} tokens: a row end "
+                "would cut a segment and separate its middle from its prefix or suffix.\n"
+                f"Try data.fim_segment_tokens=0, which resolves to {math.gcd(*row_lengths)} here."
             )
 
     def __str__(self) -> str:
@@ -105,9 +105,9 @@ class Fim:
         if ids is None:
             raise ConfigError(
                 f"data.fim_rate={rule.rate:g} needs a tokenizer with ids for prefix, suffix and middle; "
-                f"{tokenizer.path} has none.\nTrain one with `longctx tokenizer train --fim`, or set data.fim_rate=0."
+                f"{tokenizer.path} lacks them.\nTrain one with `longctx tokenizer train --fim`, or set data.fim_rate=0."
             )
-        check_rows(tokenizer, np.array(ids), "a document whose middle is filled in (data.fim_rate)")
+        check_rows(tokenizer, np.array(ids), "a fill-in-the-middle document (data.fim_rate)")
         fim = cls(
             rule=rule,
             seed=seed,
@@ -119,9 +119,9 @@ class Fim:
         least = MIN_BODY + fim._num_begin + fim._overhead
         if fim.segment_tokens < least:
             raise ConfigError(
-                f"A segment of {fim.segment_tokens} tokens leaves no room for a text beside its marks: it needs "
-                f"{least}.\nSet data.fim_segment_tokens to so many or more; or to 0, with rows (data.seq_len, "
-                "row_tokens of a mixture's stages) that are multiples of so many."
+                f"A segment of {fim.segment_tokens} tokens leaves no room for text between its marks: the minimum is "
+                f"{least}.\nSet data.fim_segment_tokens to at least the minimum; or to 0, with row lengths "
+                "(data.seq_len, row_tokens in a mixture's stages) that are multiples of the minimum."
             )
         return fim
 

@@ -57,8 +57,8 @@ def refuse_exclusions(state: Any) -> None:
     """Raise DataError if the state comes from a run with excluded shards: its rows can no longer be read."""
     if isinstance(state, dict) and state.get("excluded"):
         raise DataError(
-            "The loader state is that of a run with excluded shards, a list that this release does not read.\n"
-            "Leave the shards out by `longctx data build --without`, and start a new run from the weights "
+            "The loader state lists excluded shards, which this release does not support.\n"
+            "Leave the shards out with `longctx data build --without`, and start a new run from the weights "
             "(run.start_from)."
         )
 
@@ -76,14 +76,14 @@ def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> P
     refuse_exclusions(state)
     # A missing field would silently become a default, and an extra field belongs to another release.
     if not isinstance(state, dict) or set(state) != set(own):
-        raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")
+        raise DataError(f"This is not a loader state: expected exactly the fields {', '.join(own)}.")
     for name in _IDENTITY:
         # Only states for pairs contain source_seq_len.
         if state.get(name) != own.get(name):
             raise DataError(
-                f"The loader state has {name}={shown(state.get(name))}, this run {own.get(name)!r} ({folder}).\n"
-                "Resume with the same shard folder, seed, seq_len, packing and shuffle, or start a new run from the "
-                "weights (run.start_from)."
+                f"The loader state has {name}={shown(state.get(name))}, but this run has {own.get(name)!r} "
+                f"({folder}).\nResume with the same shard folder, seed, seq_len, packing and shuffle, or start a new "
+                "run from the weights (run.start_from)."
             )
     counters = {name: state[name] for name in Position().counters}
     check_counters(counters)
@@ -104,18 +104,16 @@ def check_counters(counters: dict[str, Any]) -> None:
     """Raise DataError unless all values are integers from 0 to 2^53."""
     # type() and not isinstance(): bool is a subclass of int.
     if not all(type(value) is int and 0 <= value <= MOST_WHOLE for value in counters.values()):
-        raise DataError(
-            f"The loader state is damaged: {', '.join(counters)} must be whole numbers of at least 0, at most 2^53."
-        )
+        raise DataError(f"The loader state is damaged: {', '.join(counters)} must be integers from 0 to 2^53.")
 
 
 def _in_blocks(state: dict[str, Any], num_blocks: int, folder: Path) -> dict[str, Any]:
     """Convert a state from plan version 1, which had no blocks; raise DataError if the row order differed."""
     if num_blocks > 1:
         raise DataError(
-            f"The loader state is of plan version 1: it ordered the whole corpus at once. This release orders {folder} "
-            f"in {num_blocks} blocks, so it cannot find the rows that are left.\n"
-            "Finish the run with the release that began it, or start a new one from the weights (run.start_from)."
+            f"The loader state has plan version 1, which ordered the full corpus at once. This release orders {folder} "
+            f"in {num_blocks} blocks, so it cannot locate the remaining rows.\n"
+            "Finish the run with the release that started it, or start a new run from the weights (run.start_from)."
         )
     # A single block is ordered exactly as version 1 ordered the corpus.
     return state | {"plan_version": PLAN_VERSION, "num_blocks": 1, "block": 0, "block_row": state.get("epoch_row")}

@@ -1,7 +1,6 @@
 """Packing: assigns document pieces to rows, planned from lengths alone before any token is read.
 
-The plan is a pure function of lengths, row length, seed, epoch and block. Tokens are dropped only if ``Packing`` says
-so.
+The plan is a pure function of lengths, row length, seed, epoch and block. Only ``Packing``'s rules drop tokens.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ OPEN_ROWS = 128
 # copies. Like salt 0 in ``rows.blocks``, they are part of the plan version.
 _DOCUMENTS, _FIRST_ROWS, _COPIES = 1, 2, 3
 
-
 _COPY_BIT = 48
 """Bit position above any document number: copies of a document get separate hashes and so separate positions."""
 
@@ -94,8 +92,7 @@ class Parts:
 
     documents: np.ndarray
     copies: np.ndarray
-    """0 for a document's first copy, 1 for the second …: upsampling may repeat a document within an epoch
-    (``copies_of``)."""
+    """0 for a document's first copy, 1 for the second …: upsampling may repeat a document (``copies_of``)."""
     starts: np.ndarray
     ends: np.ndarray
     source_lengths: np.ndarray | None = None
@@ -160,13 +157,11 @@ class Packing:
         if self.kind not in get_args(Kind):
             raise ConfigError(f"data.packing={self.kind!r} must be one of {', '.join(get_args(Kind))}.")
         if self.min_rest_tokens < 1:
-            raise ConfigError(
-                f"data.min_rest_tokens={self.min_rest_tokens} must be at least 1, which keeps every rest."
-            )
+            raise ConfigError(f"data.min_rest_tokens={self.min_rest_tokens} must be at least 1 (1 keeps every rest).")
         if self.kind == "concatenate" and self.min_rest_tokens > 1:
             raise ConfigError(
-                f"data.min_rest_tokens={self.min_rest_tokens} needs documents with rests: data.packing=concatenate "
-                "cuts wherever a row ends. Leave it out, or pack by best_fit."
+                f"data.min_rest_tokens={self.min_rest_tokens} does not apply to data.packing=concatenate, which "
+                "cuts documents at every row end. Leave it out, or use best_fit."
             )
 
     def __str__(self) -> str:
@@ -187,9 +182,9 @@ class Packing:
             return
         if self.kind == "concatenate":
             raise ConfigError(
-                f"data.packing=concatenate cuts documents wherever a row ends; of those that are filled in (a rate of "
-                f"{rule.rate:g}) a middle would stand in another row than its prefix or suffix.\n"
-                "Pack by best_fit or one_document, or set data.fim_rate=0 (fim_rate of a mixture's sources)."
+                f"data.packing=concatenate cuts documents at every row end, but fill-in-the-middle (a rate of "
+                f"{rule.rate:g}) must keep a middle in one row with its prefix and suffix.\n"
+                "Use best_fit or one_document, or set data.fim_rate=0 (fim_rate of a mixture's sources)."
             )
         rule.check_rows(row_lengths)
 
@@ -258,9 +253,7 @@ class RowPlan:
 
     @cached_property
     def _columns(self) -> tuple[memoryview, memoryview, memoryview]:
-        """Documents, start tokens and lengths for all pieces, as memory views: cheap to slice, and elements are Python
-        integers.
-        """
+        """Documents, start tokens and lengths for all pieces, as memory views: cheap slices of Python integers."""
         return self.pieces.documents.data, self.pieces.starts.data, self.pieces.lengths.data
 
     def parts_from(self, row: int) -> Parts:
@@ -284,8 +277,7 @@ def plan_parts(
 
     Pairs are never cut: a row has at most ``source_seq_len`` source tokens, and a pair that exceeds a row is dropped.
 
-    With ``shuffle``, a hash of (seed, epoch) orders the parts before packing, and then the rows. Otherwise parts and
-    rows keep their order.
+    With ``shuffle``, a hash of (seed, epoch) orders the parts before packing, and then the rows.
     """
     assert min(seq_len, open_rows, int(parts.lengths.min(initial=1))) >= 1, "lengths and sizes are at least 1"
     if shuffle:
@@ -334,7 +326,9 @@ def _whole_pairs(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return pieces as ``_pieces`` does, for pairs: all that fit into a row, uncut."""
     if packing.kind == "concatenate":
-        raise ConfigError("data.packing=concatenate cuts documents, and pairs are whole. Use best_fit or one_document.")
+        raise ConfigError(
+            "data.packing=concatenate cuts documents, but pairs must stay uncut. Use best_fit or one_document."
+        )
     part_indices = np.flatnonzero((lengths <= budgets[0]) & (source_lengths <= budgets[1]))
     sizes = lengths[part_indices]
     zeros = np.zeros(len(part_indices), np.int64)
@@ -353,7 +347,7 @@ def _examples(
     """Return pieces as ``_pieces`` does, for texts that become examples: rows are filled with example tokens."""
     if packing.kind == "concatenate":
         raise ConfigError(
-            "data.packing=concatenate cuts wherever a row ends, and an example that is made of a text is whole.\n"
+            "data.packing=concatenate cuts documents, but examples made from texts must stay uncut.\n"
             "Use best_fit or one_document."
         )
     # Cut texts so that each piece's example fits into one row, then pack by the examples' lengths.
@@ -442,7 +436,6 @@ def _best_fit(sizes: Sequence[int], seq_len: int, open_rows: int) -> list[int]:
         again = bisect.bisect_left(free, left)
         free.insert(again, left)
         rows.insert(again, row)
-        # The fullest row is first.
         if len(free) > open_rows:
             del free[0], rows[0]
     return openers
@@ -451,12 +444,10 @@ def _best_fit(sizes: Sequence[int], seq_len: int, open_rows: int) -> list[int]:
 def _best_fit_of_pairs(
     sizes: Sequence[int], source_sizes: Sequence[int], budgets: tuple[int, int], open_rows: int
 ) -> list[int]:
-    """Return openers as ``_best_fit`` does, with two budgets: a pair goes to the fitting row with the least room.
-
-    Room adds the free fractions of both budgets.
-    """
+    """Return openers as ``_best_fit`` does, with two budgets: a pair goes to the fitting row with the least room."""
     openers: list[int] = []
-    # Open rows in ascending order of room: room, free target and source tokens, and the piece that opened the row.
+    # Open rows in ascending order of room (the sum of both budgets' free fractions): room, free target and source
+    # tokens, and the piece that opened the row.
     rows: list[tuple[float, int, int, int]] = []
     for piece, (size, source_size) in enumerate(zip(sizes, source_sizes, strict=True)):
         # A row with less room than the pair takes cannot hold it; the margin covers rounding in the two divisions.
@@ -493,10 +484,7 @@ class Upsampling:
 
 
 def copies_of(parts: Parts, rules: tuple[Upsampling, ...], *, seed: int, epoch: int) -> Parts:
-    """Repeat documents according to the rules, with copies adjacent; the last rule that matches a document applies.
-
-    A pure function of document, length, seed and epoch.
-    """
+    """Repeat documents according to the rules, with copies adjacent; the last rule that matches a document applies."""
     factors = np.ones(len(parts.documents))
     for rule in rules:
         factors[parts.lengths >= rule.min_tokens] = rule.factor

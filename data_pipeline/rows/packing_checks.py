@@ -13,20 +13,20 @@ from data_pipeline.shards.manifest import Manifest
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import ConfigError, DataError
 
-_ONE_FOLDER = "put their sources into one folder CORPUS, and name what `longctx data build --source CORPUS …` makes"
+_ONE_FOLDER = "put their sources into one folder CORPUS, and use the output of `longctx data build --source CORPUS …`"
 
 
 def check_source_seq_len(shards: ShardSet, source_seq_len: int) -> None:
     """Raise ConfigError unless pairs come with a source length, and other documents without one."""
     if shards.manifest.has_sources and not source_seq_len:
         raise ConfigError(
-            f"{shards.folder} holds pairs: an encoder reads the source of each. Set data.source_seq_len, the most "
-            "tokens of sources in a row, and model.encoder_layers."
+            f"{shards.folder} contains pairs, which require an encoder for their sources. Set data.source_seq_len, the "
+            "maximum source tokens per row, and model.encoder_layers."
         )
     if source_seq_len and not shards.manifest.has_sources:
         raise ConfigError(
-            f"data.source_seq_len={source_seq_len} is for pairs, and {shards.folder} holds none. Build some: longctx "
-            "data build --source-field NAME --text-field NAME …, or set data.source_seq_len=0."
+            f"data.source_seq_len={source_seq_len} requires pairs, but {shards.folder} contains none. Build some: "
+            "longctx data build --source-field NAME --text-field NAME …, or set data.source_seq_len=0."
         )
 
 
@@ -34,13 +34,13 @@ def check_one_folder(mixture: str | Path, examples: ExampleRule | None, source_s
     """Raise ConfigError if a mixture is used for pairs or for examples made from texts."""
     if examples is not None:
         raise ConfigError(
-            f"{examples} are made of the texts of one folder, and {mixture} is a mixture.\n"
-            f"Build one folder of all: {_ONE_FOLDER}."
+            f"{examples} require texts from one folder, but {mixture} is a mixture.\n"
+            f"Build one folder from all: {_ONE_FOLDER}."
         )
     if source_seq_len:
         raise ConfigError(
-            f"data.source_seq_len={source_seq_len} is for pairs, and {mixture} is a mixture, whose sources are texts "
-            f"and conversations.\nBuild one folder of all pairs: {_ONE_FOLDER}."
+            f"data.source_seq_len={source_seq_len} requires pairs, but {mixture} is a mixture, which supports only "
+            f"texts and conversations.\nBuild one folder from all pairs: {_ONE_FOLDER}."
         )
 
 
@@ -49,8 +49,8 @@ def check_no_pairs(mixture: str | Path, sources: Iterable[tuple[str, Manifest]])
     for name, manifest in sources:
         if manifest.has_sources:
             raise ConfigError(
-                f"source {name!r} of {mixture} holds pairs, and a mixture is of texts and conversations.\n"
-                f"Build one folder of all pairs: {_ONE_FOLDER}."
+                f"source {name!r} in {mixture} contains pairs, but a mixture supports only texts and conversations.\n"
+                f"Build one folder from all pairs: {_ONE_FOLDER}."
             )
 
 
@@ -66,16 +66,16 @@ def no_row(
     ``budgets`` are the tokens per row for targets and sources; ``alternative`` is another remedy for the message.
     """
     if not shards.num_documents:
-        return DataError(f"{shards.folder} holds no documents. Build it again from a source with text.")
+        return DataError(f"{shards.folder} contains no documents. Build it again from a source with text.")
     if examples is not None:
         longest = max(shards.longest_document() - sum(num_special_tokens(shards)), 0)
         return ConfigError(
-            f"{examples} take {examples.least_tokens} or more tokens of a text, and {shards.folder} has no such text: "
-            f"the longest has {longest}.\nName a folder of longer texts{alternative}."
+            f"{examples} require texts with at least {examples.least_tokens} tokens, but the longest text in "
+            f"{shards.folder} has {longest}.\nUse a folder with longer texts{alternative}."
         )
     if budgets[1]:
         return _no_pair_fits(shards, budgets, blocks, alternative)
-    return DataError(f"an epoch of {shards.folder} has no documents left: upsample leaves out all.")
+    return DataError(f"an epoch of {shards.folder} has no documents: upsample drops them all.")
 
 
 def _no_pair_fits(
@@ -94,9 +94,9 @@ def _no_pair_fits(
             # One block suffices to estimate row lengths that hold most pairs.
             wanted = (_roomy(side_lengths[0], budgets[0]), _roomy(side_lengths[1], budgets[1]))
     return ConfigError(
-        f"no pair of {shards.folder} fits data.seq_len={budgets[0]} and data.source_seq_len={budgets[1]}: the shortest "
-        f"has {shortest[0]:,} tokens and a source of {shortest[1]:,}.\n"
-        f"Try data.seq_len={wanted[0]} and data.source_seq_len={wanted[1]}, which hold most of them{alternative}."
+        f"no pair in {shards.folder} fits data.seq_len={budgets[0]} and data.source_seq_len={budgets[1]}: the shortest "
+        f"has {shortest[0]:,} tokens and {shortest[1]:,} source tokens.\n"
+        f"Try data.seq_len={wanted[0]} and data.source_seq_len={wanted[1]}, which fit most pairs{alternative}."
     )
 
 

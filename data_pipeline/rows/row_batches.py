@@ -243,7 +243,7 @@ def _target_runs(shards: Readable, layout: RowLayout, held: Iterable[list[Held]]
     Covers only documents with tokens on this rank. A token's target is the next token in its document, so these are the
     shards' runs shifted by one and cut at piece ends.
     """
-    assert not isinstance(shards, Examples), "all of an example counts"
+    assert not isinstance(shards, Examples), "all tokens in an example are targets"
     found: list[np.ndarray] = [np.empty(0, np.int64)]
     for number in sorted({number for run in held for number, _, _ in run}):
         piece = layout.piece(number)

@@ -72,7 +72,7 @@ class RowReader:
 
     def segments(self, row: Row) -> list[tuple[np.ndarray, int, int]]:
         """Return a row's two-segment examples: unmasked tokens, start token of the second segment, and order label."""
-        assert self.recipe is not None, "texts are read as they are"
+        assert self.recipe is not None, "texts without a recipe have no segments"
         pieces = list(zip(row, row.epochs or [0] * len(row), strict=True))
         return [(made.tokens, made.second, made.order) for made in self.recipe.examples(pieces)]
 
@@ -123,7 +123,7 @@ def documents_in(folders: Sequence[ShardSet], fim_by_folder: Sequence[Fim | None
     for shards, fim in zip(folders, fim_by_folder, strict=False):
         if fim is not None and shards.is_masked:
             raise ConfigError(
-                f"data.fim_rate fills in the middle of texts, and {shards.folder} holds conversations.\n"
+                f"data.fim_rate requires texts, but {shards.folder} contains conversations.\n"
                 "Set data.fim_rate=0 (fim_rate of a mixture's source)."
             )
     if any(fim_by_folder):

@@ -44,9 +44,9 @@ class SpanRule:
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < 1:
-            raise ConfigError(f"data.mask_rate={self.rate} must be a share above 0 and below 1. T5 has 0.15.")
+            raise ConfigError(f"data.mask_rate={self.rate} must be above 0 and below 1. T5 uses 0.15.")
         if not self.length >= 1:
-            raise ConfigError(f"data.span_length={self.length} must be at least 1 token. T5 has 3.")
+            raise ConfigError(f"data.span_length={self.length} must be at least 1 token. T5 uses 3.")
 
     def __str__(self) -> str:
         """Return the rule as recorded in the loader state."""
@@ -81,8 +81,8 @@ class SpanRule:
         fits = (self.lengths(lengths) <= seq_len) & (self.source_lengths(lengths) <= source_seq_len)
         if not fits.any():
             raise ConfigError(
-                f"data.seq_len={seq_len} and data.source_seq_len={source_seq_len} hold not one token whose text is "
-                "corrupted: a target has 2 tokens around it, a source 1. Try 128 and 512."
+                f"data.seq_len={seq_len} and data.source_seq_len={source_seq_len} do not fit a single token with "
+                "corrupted text: a target adds 2 special tokens, a source 1. Try 128 and 512."
             )
         return int(lengths[fits].max())
 
@@ -104,9 +104,9 @@ class Spans:
             if not len(self.sentinels):
                 have = "no sentinels"
             raise ConfigError(
-                f"rows of {seq_len} and {source_seq_len} tokens hold pieces of {longest} with {needed} spans, and "
+                f"rows of {seq_len} and {source_seq_len} tokens hold pieces of {longest} with {needed} spans, but "
                 f"{tokenizer.path} has {have}.\nTrain one with `longctx tokenizer train --sentinels {needed}` and "
-                "build the shards with it, or take a larger data.span_length."
+                "build the shards with it, or increase data.span_length."
             )
         self._key = int(shards.manifest.hash[:16], 16)
 

@@ -60,9 +60,8 @@ class SegmentRule:
         """
         if seq_len < _NUM_SPECIAL_TOKENS + self.least_tokens:
             raise ConfigError(
-                f"data.seq_len={seq_len} holds no two segments: with the {_NUM_SPECIAL_TOKENS} tokens around "
-                "them they have at "
-                f"least {_NUM_SPECIAL_TOKENS + self.least_tokens}. Try 128."
+                f"data.seq_len={seq_len} cannot fit two segments: with their {_NUM_SPECIAL_TOKENS} special tokens they "
+                f"need at least {_NUM_SPECIAL_TOKENS + self.least_tokens}. Try 128."
             )
         return seq_len - _NUM_SPECIAL_TOKENS
 
@@ -79,16 +78,14 @@ class TextSegments:
         self._special_tokens = num_special_tokens(shards)
         if self._special_tokens != (1, 1):
             raise ConfigError(
-                f"{key} reads [CLS] first [SEP] second [SEP], and {tokenizer.path} puts "
-                f"{self._special_tokens[0]} tokens "
-                f"before a text and {self._special_tokens[1]} behind it.\nTrain one with `longctx tokenizer "
-                "train --kind "
-                "wordpiece`, and build the shards with it."
+                f"{key} requires [CLS] first [SEP] second [SEP], but {tokenizer.path} adds {self._special_tokens[0]} "
+                f"tokens before a text and {self._special_tokens[1]} after it.\nTrain one with `longctx tokenizer "
+                "train --kind wordpiece`, and build the shards with it."
             )
         if rule.kind == "nsp" and shards.num_documents < 2:
             raise ConfigError(
-                f"{key} takes second segments from other documents, and {shards.folder} has one.\nName a folder of "
-                "more, or set model.pair_head=sop."
+                f"{key} takes second segments from other documents, but {shards.folder} has only one.\nUse a folder "
+                "with more, or set model.pair_head=sop."
             )
         self._begin, self._end = (np.array(ids, np.int32) for ids in (tokenizer.prefix_ids, tokenizer.suffix_ids))
         self._is_word_start = find_word_starts(tokenizer)

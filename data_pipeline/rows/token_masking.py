@@ -43,7 +43,7 @@ class MaskRule:
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < 1:
-            raise ConfigError(f"data.mask_rate={self.rate} must be a share above 0 and below 1. BERT has 0.15.")
+            raise ConfigError(f"data.mask_rate={self.rate} must be above 0 and below 1. BERT uses 0.15.")
 
 
 class Masking:
@@ -55,14 +55,14 @@ class Masking:
         tokenizer = folders[0].tokenizer()
         if tokenizer.special.mask is None:
             raise ConfigError(
-                f"train.objective=masked needs a tokenizer with a mask token; {tokenizer.path} has none.\n"
+                f"train.objective=masked needs a tokenizer with a mask token; {tokenizer.path} lacks it.\n"
                 "Train one with `longctx tokenizer train --mask`, and build the shards with it."
             )
         for shards in folders:
             if shards.is_masked:
                 raise ConfigError(
-                    f"train.objective=masked hides tokens of texts, and {shards.folder} holds conversations.\n"
-                    "Name folders of texts, or use train.objective=causal with model.causal=true."
+                    f"train.objective=masked requires texts, but {shards.folder} contains conversations.\n"
+                    "Use folders of texts, or set train.objective=causal with model.causal=true."
                 )
         self._mask = tokenizer.special.mask
         self._is_control = tokenizer.is_control
@@ -70,7 +70,7 @@ class Masking:
         self._is_word_start = find_word_starts(tokenizer)
         if rule.whole_words and not self._is_word_start[~tokenizer.is_control].any():
             raise ConfigError(
-                f"data.mask_whole_words=true needs a tokenizer whose pieces say where words begin; those of "
+                f"data.mask_whole_words=true needs a tokenizer with pieces that mark word starts; those in "
                 f"{tokenizer.path} do not. Set data.mask_whole_words=false."
             )
         # Keyed by manifest hash, so a folder's tokens are masked in the same way in any mixture.

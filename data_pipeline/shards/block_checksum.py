@@ -67,16 +67,18 @@ def read_checksum_file(folder: Path, entry: ShardEntry) -> np.ndarray:
             check_link(folder, path.name)
         content = read_bounded(path, _MOST_SUMS_BYTES)
     except FileNotFoundError as error:
-        raise DataError(f"{path} is missing, though {MANIFEST_FILE} vouches for it. {RECOVERY_HINT}") from error
+        raise DataError(f"{path} is missing, though {MANIFEST_FILE} lists its checksum. {RECOVERY_HINT}") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}). {RECOVERY_HINT}") from error
     except ValueError as error:
         raise DataError(f"{path} cannot be read: {error}. {RECOVERY_HINT}") from error
     if xxhash.xxh3_128_hexdigest(content) != entry.sums:
-        raise DataError(f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {RECOVERY_HINT}")
+        raise DataError(f"{path} is damaged: its checksum does not match {MANIFEST_FILE}. {RECOVERY_HINT}")
     # A matching checksum is not enough: another file's checksums would be compared with the wrong blocks.
     if len(content) != 8 * -(-entry.bytes // BLOCK_BYTES):
-        raise DataError(f"{path} holds {len(content)} bytes, which are not the sums of {entry.bytes}. {RECOVERY_HINT}")
+        raise DataError(
+            f"{path} has {len(content)} bytes, which do not match a shard of {entry.bytes}. {RECOVERY_HINT}"
+        )
     return np.frombuffer(content, np.dtype("<u8"))
 
 

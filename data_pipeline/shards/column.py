@@ -114,7 +114,7 @@ def _reader(
 
 def offsets_error(path: Path) -> DataError:
     """Return the error for documents with invalid offsets."""
-    return DataError(f"{path} is damaged: its documents do not follow each other. {RECOVERY_HINT}")
+    return DataError(f"{path} is damaged: its document offsets are not ascending. {RECOVERY_HINT}")
 
 
 def buffer_offset(part: pa.Buffer | None, content: pa.Buffer, path: Path) -> int:

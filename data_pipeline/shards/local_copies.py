@@ -98,17 +98,16 @@ class LocalCopy:
         free = shutil.disk_usage(self.folder).free
         if size + _MIN_FREE_BYTES > free:
             raise DataError(
-                f"{self.origin} needs {size / 1e9:,.1f} GB more on this host, and the disk of {self.folder} has "
-                f"{max(0, free - _MIN_FREE_BYTES) / 1e9:,.1f} GB for it.\nName a folder on a larger disk as "
-                "data.cache or "
-                f"LONGCTX_CACHE, or remove copies that no run needs from {self.folder.parent}."
+                f"{self.origin} needs {size / 1e9:,.1f} GB more on this host, but the disk of {self.folder} has only "
+                f"{max(0, free - _MIN_FREE_BYTES) / 1e9:,.1f} GB available.\nSet data.cache or LONGCTX_CACHE to a "
+                f"folder on a larger disk, or remove unused copies from {self.folder.parent}."
             )
 
     def _fetch_checksum_file(self, entry: ShardEntry) -> None:
         source = self.origin / checksum_file(entry.file)
         content = _read(source)
         if xxhash.xxh3_128_hexdigest(content) != entry.sums:
-            raise DataError(f"{source} is damaged: its checksum is not the one in {MANIFEST_FILE}. {RECOVERY_HINT}")
+            raise DataError(f"{source} is damaged: its checksum does not match {MANIFEST_FILE}. {RECOVERY_HINT}")
         write_atomically(self.folder / source.name, content)
 
     def _receive(self, entry: ShardEntry, to: Path) -> None:
@@ -130,7 +129,7 @@ class LocalCopy:
         except FileNotFoundError as error:
             raise _missing_error(source) from error
         if (size, digest.hexdigest()) != (entry.bytes, entry.xxh3_128):
-            raise DataError(f"{source} is damaged: its checksum is not the one in {MANIFEST_FILE}. {RECOVERY_HINT}")
+            raise DataError(f"{source} is damaged: its checksum does not match {MANIFEST_FILE}. {RECOVERY_HINT}")
 
 
 def open_folder(
@@ -209,9 +208,7 @@ def _begin(origin: Location, copy: Path, manifest: Manifest) -> None:
             is_right = False
         if not is_right:
             shutil.rmtree(copy)
-            raise DataError(
-                f"{origin}: the tokenizer there is not the one that made these shards. Put the original back."
-            )
+            raise DataError(f"{origin}: the tokenizer does not match these shards. Restore the original.")
     write_atomically(copy / MANIFEST_FILE, manifest.content())
 
 
@@ -239,7 +236,7 @@ def _blocks(raw: BinaryIO, packed: PackedShard | None, source: Location) -> Iter
         while block := raw.read(_READ_BYTES):
             yield block
         return
-    mismatch = DataError(f"{source} is damaged: its checksum is not the one in {PACKED_FILE}. {RECOVERY_HINT}")
+    mismatch = DataError(f"{source} is damaged: its checksum does not match {PACKED_FILE}. {RECOVERY_HINT}")
     hashed = _Hashed(raw)
     # Decompress block by block: 64 KiB of zstd can expand to 2 GiB, and the consumer stops at the shard's size.
     unpacked = zstandard.ZstdDecompressor().stream_reader(cast(BinaryIO, hashed), read_size=1 << 16, closefd=False)

@@ -175,13 +175,13 @@ class Manifest:
         path = folder / MANIFEST_FILE
         if (folder / LIST_OF_BEFORE).is_file():
             raise DataError(
-                f"{folder / LIST_OF_BEFORE} leaves shards out, and this release reads no such list. Remove it to read "
-                "all shards; to leave those that it names out for good, remove it and give "
+                f"{folder / LIST_OF_BEFORE} lists excluded shards, which this release does not support. Remove it to "
+                "read all shards; to leave the listed shards out permanently, remove it and run "
                 f"`longctx data build --without SHARD --output {folder}`."
             )
         body = read_json_object(path)
         if body.get("format") != FORMAT:
-            raise DataError(f"{path} is not a shard manifest (format={body.get('format')!r}, wanted {FORMAT!r}).")
+            raise DataError(f"{path} is not a shard manifest (format={body.get('format')!r}, expected {FORMAT!r}).")
         if body.get("version") not in (VERSION, VERSION_WITH_TARGETS):
             raise DataError(
                 f"{path} has format version {body.get('version')!r}; this release reads {VERSION} and "
@@ -190,12 +190,12 @@ class Manifest:
             )
         # The manifest contains the shards' checksums, so its own hash covers every byte in the folder.
         if not take_hash(body):
-            raise DataError(f"{path} was changed after it was written (its hash does not fit). Build the shards again.")
+            raise DataError(f"{path} was changed after it was written (hash mismatch). Build the shards again.")
         # The hash proves integrity, not origin: a folder may come from an untrusted source, so check every value.
         try:
             return _parse_manifest(body)
         except ValueError as error:
-            raise DataError(f"{path}: {error}. Take a folder that `longctx data build` wrote.") from error
+            raise DataError(f"{path}: {error}. Use a folder written by `longctx data build`.") from error
 
 
 def _without_empty(values: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -231,12 +231,12 @@ def take_hash(body: dict[str, Any]) -> bool:
 def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
     """Yield inconsistencies between values that are individually valid."""
     if manifest.version != version:
-        yield f"version={version} with {manifest.num_targets} counted tokens cannot be right"
+        yield f"version={version} does not allow {manifest.num_targets} counted tokens"
     seen: set[str] = set()
     for number, entry in enumerate(manifest.shards):
         where = f"shards[{number}]"
         if entry.counted > entry.tokens:
-            yield f"{where}.counted={entry.counted} cannot be of {entry.tokens} tokens"
+            yield f"{where}.counted={entry.counted} exceeds its {entry.tokens} tokens"
         if entry.num_ids > manifest.vocab_size:
             yield f"{where}.num_ids={entry.num_ids} is above vocab_size={manifest.vocab_size}"
         if entry.file in seen:
@@ -248,14 +248,14 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
                 f"{entry.file} cannot hold {entry.documents} documents and {entry.tokens} tokens in {entry.bytes} bytes"
             )
         if entry.source_tokens and entry.source_tokens < entry.documents:
-            yield f"{entry.file} cannot hold {entry.documents} pairs with {entry.source_tokens} tokens of sources"
+            yield f"{entry.file} cannot hold {entry.documents} pairs with {entry.source_tokens} source tokens"
     sums = [entry.file for entry in manifest.shards if entry.sums]
     if sums and not manifest.has_block_checksum:
-        yield f"{sums[0]} has sums of its blocks and other shards have none"
+        yield f"{sums[0]} has block checksums, but other shards do not"
     if len({bool(entry.source_tokens) for entry in manifest.shards}) > 1:
-        yield "some shards hold pairs, and others none"
+        yield "only some shards contain pairs"
     if manifest.padding >= manifest.vocab_size:
-        yield f"padding={manifest.padding} and vocab_size={manifest.vocab_size} cannot be right"
+        yield f"padding={manifest.padding} must be below vocab_size={manifest.vocab_size}"
 
 
 def _least_bytes(entry: ShardEntry) -> int:
@@ -341,7 +341,7 @@ def read_json_object(path: Location) -> dict[str, Any]:
             raise DataError(f"{path} is a Git LFS pointer: {git_lfs.FETCH_HINT}.") from error
         raise DataError(f"{path} is damaged: it is not JSON ({error}). Build the shards again.") from error
     if not isinstance(body, dict):
-        raise DataError(f"{path} is damaged: it holds no JSON object. Build the shards again.")
+        raise DataError(f"{path} is damaged: it is not a JSON object. Build the shards again.")
     return body
 
 

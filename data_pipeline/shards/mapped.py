@@ -107,7 +107,9 @@ class MappedShard:
         try:
             return bytes(self._names[start:stop]).decode()
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.path} is damaged: a name is no text ({error.reason}). {RECOVERY_HINT}") from error
+            raise DataError(
+                f"{self.path} is damaged: a document name is not UTF-8 ({error.reason}). {RECOVERY_HINT}"
+            ) from error
 
     def target_runs(self, row: int) -> np.ndarray | None:
         """Return a document's target runs, as in ``EncodedDocument.target_runs``; None if all tokens are targets."""
@@ -115,14 +117,14 @@ class MappedShard:
             return None
         bounds = self._lists[TARGET_RUNS].of(row)
         if len(bounds) % 2 or not self._ascends(bounds, row):
-            raise DataError(f"{self.path} is damaged: its counted tokens are no runs of its documents. {RECOVERY_HINT}")
+            raise DataError(f"{self.path} is damaged: its counted tokens are not valid runs. {RECOVERY_HINT}")
         return bounds
 
     def paragraphs(self, row: int) -> np.ndarray:
         """Return the start of each of a document's paragraphs but the first, in a folder that keeps them."""
         positions = self._lists[PARAGRAPHS].of(row)
         if not self._ascends(positions, row):
-            raise DataError(f"{self.path} is damaged: its paragraphs do not lie in its documents. {RECOVERY_HINT}")
+            raise DataError(f"{self.path} is damaged: its paragraphs are not within its documents. {RECOVERY_HINT}")
         return positions
 
     def _ascends(self, positions: np.ndarray, row: int) -> bool:
@@ -141,16 +143,14 @@ class MappedShard:
     def _check_counts(self, entry: ShardEntry) -> None:
         """Raise DataError unless document and token counts match the manifest."""
         if bool(entry.counted) > (TARGET_RUNS in self._lists):
-            raise DataError(
-                f"{self.path} says of no token that it counts, and {MANIFEST_FILE} of some. {RECOVERY_HINT}"
-            )
+            raise DataError(f"{self.path} has no counted tokens, but {MANIFEST_FILE} lists some. {RECOVERY_HINT}")
         has_source = self.source is not None and self.source.has(entry.documents, entry.source_tokens)
         if not self.target.has(entry.documents, entry.tokens) or has_source != bool(entry.source_tokens):
             sources_note = ""
             if entry.source_tokens:
-                sources_note = f", and {entry.source_tokens} of their sources,"
+                sources_note = f", with {entry.source_tokens} source tokens,"
             raise DataError(
-                f"{self.path} does not hold the {entry.documents} documents and {entry.tokens} tokens{sources_note} "
+                f"{self.path} does not contain the {entry.documents} documents and {entry.tokens} tokens{sources_note} "
                 f"that {MANIFEST_FILE} lists. Build the folder again."
             )
 
@@ -191,7 +191,7 @@ def check_shard_size(folder: Path, entry: ShardEntry, state_of: Callable[[Path],
     if state[0] != entry.bytes:
         if _is_pointer(path):
             raise DataError(f"{path} is a Git LFS pointer: {git_lfs.FETCH_HINT}.")
-        raise DataError(f"{path} has {state[0]} bytes where {MANIFEST_FILE} says {entry.bytes}. {RECOVERY_HINT}")
+        raise DataError(f"{path} has {state[0]} bytes, but {MANIFEST_FILE} lists {entry.bytes}. {RECOVERY_HINT}")
     return state
 
 
@@ -218,7 +218,7 @@ def _map(path: Path, size: int) -> pa.Buffer:
     # Close it immediately, since shards may exceed the limit on open files; the mapping stays.
     with pa.memory_map(str(path)) as file:
         if file.size() != size:
-            raise ValueError(f"it has {file.size()} bytes and had {size}")
+            raise ValueError(f"it has {file.size()} bytes, expected {size}")
         first = file.read_buffer(1)
     # Reading through Arrow would make the system read ahead entire record batches: all data in every shard.
     return pa.foreign_buffer(first.address, size, first)
@@ -228,15 +228,15 @@ def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
     """Raise DataError or an Arrow error unless the columns are a shard's and their buffers are long enough."""
     tokens, names = batch.column("tokens"), batch.column("name")
     if tokens.type not in (pa.large_list(pa.uint16()), pa.large_list(pa.uint32())) or names.type != pa.string():
-        raise DataError(f"{path} is no shard: its tokens are {tokens.type}, its names {names.type}. {RECOVERY_HINT}")
+        raise DataError(f"{path} is not a shard: its tokens are {tokens.type}, its names {names.type}. {RECOVERY_HINT}")
     if batch.schema.field("source").type != pa.int16() or any(column.null_count for column in batch.columns):
-        raise DataError(f"{path} is no shard: its sources are no int16, or a value is missing. {RECOVERY_HINT}")
+        raise DataError(f"{path} is not a shard: its sources are not int16, or a value is missing. {RECOVERY_HINT}")
     if SOURCE in batch.schema.names and batch.column(SOURCE).type != tokens.type:
-        raise DataError(f"{path} is no shard: its sources' tokens are {batch.column(SOURCE).type}. {RECOVERY_HINT}")
+        raise DataError(f"{path} is not a shard: its source tokens are {batch.column(SOURCE).type}. {RECOVERY_HINT}")
     for name in (TARGET_RUNS, PARAGRAPHS):
         if name in batch.schema.names and batch.column(name).type != pa.large_list(pa.int64()):
             problem = f"{_COLUMN_TITLES[name]} are {batch.column(name).type}"
-            raise DataError(f"{path} is no shard: its {problem}. {RECOVERY_HINT}")
+            raise DataError(f"{path} is not a shard: its {problem}. {RECOVERY_HINT}")
     # Check that each buffer is as long as its column requires: numpy would read past a shorter one.
     batch.validate()
 
@@ -256,12 +256,12 @@ def _check_metadata(content: memoryview, blocks: ChecksumBlocks) -> None:
         marker, length = struct.unpack_from("<ii", content, at)
         at += 8 + length
         if marker != _CONTINUES or length < 0 or at > size:
-            raise ValueError(f"it has no {message} where one belongs")
+            raise ValueError(f"its {message} is missing or misplaced")
         blocks.check(0, at)
     # The footer ends with its own length and the magic.
     end = size - 4 - len(_MAGIC)
     blocks.check(end, size)
     (length,) = struct.unpack_from("<i", content, end)
     if not 0 < length <= end - at:
-        raise ValueError("it has no footer where one belongs")
+        raise ValueError("its footer is missing or misplaced")
     blocks.check(end - length, end)

@@ -65,7 +65,7 @@ class PackedFolder:
         path = folder / PACKED_FILE
         body = read_json_object(path)
         if not take_hash(body) or body.pop("format", None) != FORMAT or body.pop("compression", None) != "zstd":
-            raise DataError(f"{path} was changed, or is of another release. {_REPACK_HINT}")
+            raise DataError(f"{path} was changed, or written by another release. {_REPACK_HINT}")
         # A valid hash does not prove origin: a name that leads elsewhere would read other files.
         try:
             _CHECK(body, "")
@@ -75,9 +75,9 @@ class PackedFolder:
         packing = cls(shards=shards, **body)
         # Both files are intact even if a copy has mixed two folders, so compare the hashes.
         if packing.manifest != manifest.hash:
-            raise DataError(f"{path} belongs to another manifest than the one beside it. {_REPACK_HINT}")
+            raise DataError(f"{path} does not match the manifest in the same folder. {_REPACK_HINT}")
         if [entry.shard for entry in shards] != [entry.file for entry in manifest.shards]:
-            raise DataError(f"{path} does not list the shards of the manifest. {_REPACK_HINT}")
+            raise DataError(f"{path} does not list the manifest's shards. {_REPACK_HINT}")
         return packing
 
     def of(self, shard: str) -> PackedShard:

@@ -64,7 +64,7 @@ def shard_problems(
     elif len(lengths) == len(manifest.shards):
         actual_lengths = length_histogram(np.concatenate([np.empty(0, np.int64), *lengths]))
         if actual_lengths != manifest.length_histogram:
-            yield f"{folder}: the documents do not have the lengths that {MANIFEST_FILE} counts."
+            yield f"{folder}: the document lengths do not match the histogram in {MANIFEST_FILE}."
 
 
 def _checksum_problems(folder: Path, entry: ShardEntry, copy: LocalCopy | None) -> Iterator[str]:
@@ -95,7 +95,7 @@ def _checksum_problems(folder: Path, entry: ShardEntry, copy: LocalCopy | None) 
     if len(ranges) > _SHOWN:
         yield f"{path} is damaged in {len(ranges) - _SHOWN} more places."
     if not ranges and whole != entry.xxh3_128:
-        yield f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {RECOVERY_HINT}"
+        yield f"{path} is damaged: its checksum does not match {MANIFEST_FILE}. {RECOVERY_HINT}"
 
 
 def _content_problems(
@@ -122,14 +122,14 @@ def _content_problems(
         yield str(error)
         return
     if num_targets != entry.counted:
-        yield f"{path} says of {num_targets} tokens that they count, and {MANIFEST_FILE} of {entry.counted}."
+        yield f"{path} has {num_targets} counted tokens, but {MANIFEST_FILE} lists {entry.counted}."
     largest = 0
     for column in (shard.target, shard.source):
         if column is None:
             continue
         values = column.all_tokens()
         if values.dtype != token_dtype(manifest.vocab_size):
-            yield f"{path} holds ids of {values.dtype}, which do not fit a vocabulary of {manifest.vocab_size}."
+            yield f"{path} has ids of type {values.dtype}, which does not fit a vocabulary of {manifest.vocab_size}."
         padded = None
         for start in range(0, len(values), _TOKENS):
             part = values[start : start + _TOKENS]
@@ -138,11 +138,11 @@ def _content_problems(
                 padded = start + int((part == padding).argmax())
         if padded is not None:
             document = int(np.searchsorted(column.offsets, padded, side="right")) - 1
-            yield f"{path} holds id {padding}, which is padding, in document {document} ({shard.name(document)})."
+            yield f"{path} contains the padding id {padding} in document {document} ({shard.name(document)})."
     if largest >= manifest.vocab_size:
-        yield f"{path} holds id {largest}, outside the vocabulary of {manifest.vocab_size}."
+        yield f"{path} contains id {largest}, outside the vocabulary of {manifest.vocab_size}."
     elif entry.num_ids and entry.num_ids != largest + 1:
-        yield f"{path} holds ids up to {largest}, and {MANIFEST_FILE} says num_ids={entry.num_ids}."
+        yield f"{path} contains ids up to {largest}, but {MANIFEST_FILE} has num_ids={entry.num_ids}."
     invalid_source = shard.find_invalid_source(len(manifest.sources))
     if invalid_source is not None:
-        yield f"{path} holds documents of source {invalid_source}, and {MANIFEST_FILE} lists {len(manifest.sources)}."
+        yield f"{path} has documents from source {invalid_source}, but {MANIFEST_FILE} lists {len(manifest.sources)}."

@@ -223,7 +223,7 @@ def _column(shard: MappedShard, side: Side) -> TokenColumn:
     """Return one side of a shard's documents."""
     if side == "target":
         return shard.target
-    assert shard.source is not None, f"{shard.path} holds no pairs"
+    assert shard.source is not None, f"{shard.path} contains no pairs"
     return shard.source
 
 
@@ -243,8 +243,8 @@ def open_for_model(folder: str | Path | ObjectPath, *, vocab_size: int, **option
     for entry in shards.manifest.shards:
         if not entry.num_ids:
             raise DataError(
-                f"{shards.folder} has ids below {shards.manifest.vocab_size}, the model {vocab_size}, and an earlier "
-                "release built it, which did not record the ids that occur. Build it again with `longctx data build`."
+                f"{shards.folder} allows ids below {shards.manifest.vocab_size}, the model below {vocab_size}, and the "
+                "release that built it did not record the largest id. Build it again with `longctx data build`."
             )
         if entry.num_ids > vocab_size:
             named = without_row(shards.tokenizer(), entry.num_ids - 1, vocab_size)
@@ -265,8 +265,8 @@ def manifest_tokenizer(folder: Path, manifest: Manifest, rows: int | None = None
     tokenizer = load_tokenizer(folder)
     if tokenizer.fingerprint != manifest.tokenizer:
         raise DataError(
-            f"{tokenizer.path} is not the tokenizer that made these shards "
-            f"(fingerprint {tokenizer.fingerprint}, wanted {manifest.tokenizer}). Put the original back."
+            f"{tokenizer.path} does not match these shards "
+            f"(fingerprint {tokenizer.fingerprint}, expected {manifest.tokenizer}). Restore the original."
         )
     if rows is not None:
         return tokenizer.for_model(rows)
@@ -289,8 +289,8 @@ def _is_current(shard: MappedShard, entry: ShardEntry) -> bool:
     # A new inode: the mapping still shows the old file, and going on would mix two versions of the data.
     if state[3] != shard.state[3]:
         raise DataError(
-            f"{shard.path} was replaced by another file while it was being read. Start again once the data is whole: "
-            "`longctx data verify DIR` says so."
+            f"{shard.path} was replaced by another file while it was being read. Start again once "
+            "`longctx data verify DIR` reports no problems."
         )
     return False
 
@@ -310,8 +310,8 @@ class Corpus:
         for shards in self.folders[1:]:
             if shards.manifest.tokenizer != first.manifest.tokenizer:
                 raise DataError(
-                    f"{first.folder} and {shards.folder} were built with different tokenizers: ids would mean other "
-                    f"text.\nBuild one of them again: longctx data build --tokenizer {first.folder} …"
+                    f"{first.folder} and {shards.folder} were built with different tokenizers, so their ids "
+                    f"differ.\nBuild one of them again: longctx data build --tokenizer {first.folder} …"
                 )
         self.padding = first.padding
 

@@ -70,7 +70,7 @@ class FolderCheck:
             return str(error)
         except OSError as error:
             return f"{path} cannot be read ({error.strerror or error}). {RECOVERY_HINT}"
-        return f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {RECOVERY_HINT}"
+        return f"{path} is damaged: its checksum does not match {MANIFEST_FILE}. {RECOVERY_HINT}"
 
     def save_file_states(self) -> None:
         """Save each file's state before it was read. Call this once all checksums have been verified.

@@ -286,11 +286,15 @@ class _OpenShard:
         # (``open_for_model``).
         self.largest_id = max(self.largest_id, int(document.tokens.max()))
         for name, numbers in ((TARGET_RUNS, document.target_runs), (PARAGRAPHS, document.paragraphs)):
-            assert (numbers is not None) == (name in self._lists), "a folder's documents all have a mask, or none has"
+            assert (numbers is not None) == (name in self._lists), (
+                "a folder cannot mix documents with and without a mask"
+            )
             if numbers is not None:
                 self._lists[name].add(numbers)
         self.num_targets += document.num_targets
-        assert (document.source_tokens is not None) == (self.source is not None), "a folder has pairs alone, or none"
+        assert (document.source_tokens is not None) == (self.source is not None), (
+            "a folder cannot mix pairs with other documents"
+        )
         if self.source is not None and document.source_tokens is not None:
             self.source.add(document.source_tokens)
             self.largest_id = max(self.largest_id, int(document.source_tokens.max()))

@@ -107,7 +107,7 @@ def read_total(path: Path) -> Total:
         with pa.OSFile(str(path)) as file:
             return Total(**json.loads((pa.ipc.open_file(file).schema.metadata or {})[_TOTAL]))
     except (OSError, pa.ArrowInvalid, LookupError, ValueError, TypeError) as error:
-        raise DataError(f"{path} is not a file of scores: {error}. Remove it, and give the same command.") from error
+        raise DataError(f"{path} is not a score file: {error}. Remove it, and run the same command again.") from error
 
 
 def _total_of(likelihoods: np.ndarray, target_runs: np.ndarray | None) -> Total:

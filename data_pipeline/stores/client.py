@@ -133,7 +133,9 @@ def _written(to: ObjectKey) -> Iterator[Any]:
         with store_errors(to), _client(to).open_output_stream(_inner(to), compression=None) as sink:
             yield sink
     except FileNotFoundError as error:
-        raise DataError(f"{to} cannot be written: there is no bucket {to.bucket}. Make it, or name another.") from error
+        raise DataError(
+            f"{to} cannot be written: bucket {to.bucket} does not exist. Create it, or name another."
+        ) from error
 
 
 def remove(path: ObjectKey) -> None:
@@ -235,7 +237,7 @@ def _connected(scheme: str, bucket: str, process: int) -> pafs.FileSystem:
         return pafs.GcsFileSystem(retry_time_limit=datetime.timedelta(seconds=_GCS_RETRY_SECONDS), **_gcs_options())
     except (ImportError, AttributeError) as error:
         raise DataError(
-            f"this pyarrow was built without its client of {scheme}:// ({error}).\n"
+            f"this pyarrow was built without its {scheme}:// client ({error}).\n"
             "Install pyarrow from PyPI (pip install --force-reinstall pyarrow), or copy the folder here first."
         ) from error
 
@@ -284,7 +286,7 @@ def _without_secrets(message: str) -> str:
             message = message.replace(secret, f"${name}")
     if (reason := _GOOGLES.search(message)) is not None:
         message = reason[1]
-    return message.strip().splitlines()[0] if message.strip() else "the store gives no reason"
+    return message.strip().splitlines()[0] if message.strip() else "the store did not report a reason"
 
 
 def _hint(path: ObjectKey, message: str) -> str:
@@ -295,5 +297,5 @@ def _hint(path: ObjectKey, message: str) -> str:
         # Without keys, the client requests them from the local metadata server, as if this host ran on Google Cloud.
         keys, network = "GOOGLE_APPLICATION_CREDENTIALS", "Is the network up, and GOOGLE_APPLICATION_CREDENTIALS set?"
     if any(word in message for word in ("NETWORK_CONNECTION", "connect", "resolve host")):
-        return f"{network} deepspeed forwards variables of .deepspeed_env alone."
-    return f"Look at bucket and name, and at {keys} on this host."
+        return f"{network} deepspeed forwards only the variables in .deepspeed_env."
+    return f"Check the bucket, the name, and {keys} on this host."

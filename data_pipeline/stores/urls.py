@@ -79,13 +79,13 @@ def locate(spec: str | Path | ObjectPath) -> Location:
     # Check this first and do not echo the URL: the part before an @ may be a secret.
     if "@" in rest.partition("/")[0]:
         raise DataError(
-            f"a URL of {scheme}:// has a name or key before its @. Keys come from the environment, where no log shows "
-            "them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or GOOGLE_APPLICATION_CREDENTIALS."
+            f"a {scheme}:// URL must not have a name or key before its @. Set keys in the environment, which is never "
+            "logged: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or GOOGLE_APPLICATION_CREDENTIALS."
         )
     if scheme == "file":
         host, slash, path = rest.partition("/")
         if host not in ("", "localhost") or not slash:
-            raise DataError(f"{spec} names a file of another host. Try file:///{path or 'FOLDER'}.")
+            raise DataError(f"{spec} names a file on another host. Try file:///{path or 'FOLDER'}.")
         return Path("/" + unquote(path))
     if scheme not in SCHEMES:
         raise DataError(f"{spec}: {scheme}:// is not known. Try {_KNOWN}.")
@@ -105,14 +105,14 @@ def _object_path(spec: str, scheme: str, rest: str) -> ObjectPath:
     # S3 and Google Cloud Storage accept further characters in names. We accept only names that every Arrow client reads
     # back unchanged, and that cannot be mistaken for patterns or query strings.
     if not _BUCKET.fullmatch(bucket):
-        raise DataError(f"{spec}: {bucket!r} is no name of a bucket. Try {scheme}://BUCKET/FOLDER.")
+        raise DataError(f"{spec}: {bucket!r} is not a valid bucket name. Try {scheme}://BUCKET/FOLDER.")
     names = key.strip("/").split("/")
     if key.strip("/") and any(name in ("", ".", "..") for name in names):
-        raise DataError(f"{spec}: a path in a store has no empty name, . or .. in it. Write it out.")
+        raise DataError(f"{spec}: a path in a store must not contain empty names, or . or .. as a name. Write it out.")
     invalid = re.search(r"[\x00-\x1f\x7f?#*\\]", key)
     if invalid is not None:
         raise DataError(
-            f"{spec!r} has {invalid[0]!r} in it, which the URL of a store may not have. Name a folder or an "
-            "object; an endpoint belongs into AWS_ENDPOINT_URL, patterns into --include."
+            f"{spec!r} has {invalid[0]!r} in it, which a store URL must not contain. Name a folder or an "
+            "object; set an endpoint as AWS_ENDPOINT_URL, and patterns with --include."
         )
     return ObjectPath(scheme, bucket, key.strip("/"))

@@ -61,7 +61,7 @@ class StoredCheckpoint:
         tensor_bytes = sum(size for name, size in self.sizes.items() if name.endswith(".safetensors"))
         size = self.sizes.get(MANIFEST, 0)
         if size > min((16 << 20) + 2 * tensor_bytes, _MOST_MANIFEST_BYTES):
-            raise CheckpointError(f"{path} has {size:,} bytes, which is no manifest of ours.")
+            raise CheckpointError(f"{path} has {size:,} bytes: too large for a longctx manifest.")
         try:
             content = parse_json(self.read(MANIFEST), most_values=500_000 + size // 20)
         except ValueError as error:
@@ -151,7 +151,7 @@ class StoredCheckpoint:
         except FileNotFoundError as error:
             raise CheckpointError(f"{place} is missing.") from error
         if (size, digest.hexdigest()) != (entry["bytes"], entry["hash"]):
-            raise CheckpointError(f"{place} is damaged: its size or its xxh3-128 is not the manifest's.")
+            raise CheckpointError(f"{place} is damaged: its size or xxh3-128 differs from the manifest's.")
 
 
 class CheckpointStore:
@@ -207,7 +207,7 @@ class CheckpointStore:
                 stored.check(name, entry, seen)
             except CheckpointError as error:
                 # The local file is intact, so another attempt may help.
-                raise DataError(f"{error} It was sent a moment ago.") from error
+                raise DataError(f"{error} It was just uploaded.") from error
             done.add(name)
         # From here on it is a checkpoint: readers ignore objects without a manifest.
         write_object(stored.place / MANIFEST, text)
@@ -268,7 +268,7 @@ def _send_file(path: Path, entry: dict[str, Any], to: ObjectPath, seen: Seen) ->
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if (size, digest.hexdigest()) != (entry["bytes"], entry["hash"]):
-        raise CheckpointError(f"{path} is damaged: its xxh3-128 is not the manifest's.")
+        raise CheckpointError(f"{path} is damaged: its xxh3-128 differs from the manifest's.")
 
 
 def store_at(address: str) -> CheckpointStore:
@@ -288,8 +288,8 @@ def check_unused(store: CheckpointStore) -> None:
         raise ConfigError(f"checkpoint.store: {error}") from error
     if steps:
         raise ConfigError(
-            f"checkpoint.store={store} holds checkpoints already, the newest of step {max(steps)}.\n"
-            f"Go on from them (--run.resume latest), or name another folder: {store}-2"
+            f"checkpoint.store={store} already holds checkpoints, the newest at step {max(steps)}.\n"
+            f"Resume from them (--run.resume latest), or set another folder: {store}-2"
         )
 
 
@@ -305,5 +305,5 @@ def find_run(address: str) -> CheckpointStore:
     """Return the run's store at an address. Raise CheckpointError if the address names a single checkpoint."""
     store, step = find_address(address)
     if step is not None:
-        raise CheckpointError(f"{address} is a checkpoint, not a run. Give {store}, which has checkpoints/ in it.")
+        raise CheckpointError(f"{address} is a checkpoint, not a run. Give {store}, which contains checkpoints/.")
     return store

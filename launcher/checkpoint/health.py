@@ -78,7 +78,7 @@ def _stored_summary(step: int, stored: StoredCheckpoint, *, check: bool) -> Summ
     # By size first: listing a store is cheap, and reading every object is not.
     expected_sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
     problems = [
-        f"{name} is missing, or of another size"
+        f"{name} is missing, or its size differs"
         for name in expected_sizes
         if stored.sizes.get(name) != expected_sizes[name]
     ]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.zero_engine import ZeroEngine
 
 
-_TRY_ANOTHER = "Try --run.resume newest-good, which passes damaged ones over."
-_COPY_AGAIN = "Copy or convert it again, or start from another one."
+_TRY_ANOTHER = "Try --run.resume newest-good, which skips damaged checkpoints."
+_COPY_AGAIN = "Copy or convert it again, or start from another checkpoint."
 
 
 def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> CheckpointReader:
@@ -71,8 +71,8 @@ def check_same_model(reader: CheckpointReader, model: ModelConfig) -> None:
     mismatches = model_config(reader).differences(model)
     if mismatches:
         raise CheckpointError(
-            f"{_mismatch_message(reader, model, mismatches)}\nResume with the config.toml of the run's folder; or with "
-            "--model.preset none and no fields of a model, which are the checkpoint's then."
+            f"{_mismatch_message(reader, model, mismatches)}\nResume with the run folder's config.toml, or with "
+            "--model.preset none and no other model fields: the checkpoint then sets them."
         )
 
 
@@ -90,15 +90,15 @@ def check_training(reader: CheckpointReader) -> None:
     # Converted and upcycled checkpoints have no loader state and start at step 0.
     if "loader" in training and training.get("step") != reader.step:
         raise CheckpointError(
-            f"{reader.folder}: training.step={training.get('step')!r} is not the step {reader.step} of the checkpoint. "
-            "Use another one."
+            f"{reader.folder}: training.step={training.get('step')!r} does not match the checkpoint's step "
+            f"{reader.step}. Use another checkpoint."
         )
     load = training.get("expert_load") or []
     layers = sum(map(model.has_experts, range(model.depth)))
     if load and (len(load), len(load[0])) != (layers, model.num_experts):
         raise CheckpointError(
-            f"{reader.folder}: its expert_load is of {len(load)} layers with {len(load[0])} experts, and its model has "
-            f"{layers} with {model.num_experts}. Use another one."
+            f"{reader.folder}: its expert_load has {len(load)} layers with {len(load[0])} experts, but its model has "
+            f"{layers} with {model.num_experts}. Use another checkpoint."
         )
 
 
@@ -108,14 +108,15 @@ def _optimizer_steps(reader: CheckpointReader) -> int:
     taken = reader.manifest["training"].get("optimizer_steps", reader.step)
     if type(taken) is not int or not 0 <= taken <= reader.step:
         raise CheckpointError(
-            f"{reader.folder}: optimizer_steps={taken!r} must be a number from 0 to {reader.step}. Use another one."
+            f"{reader.folder}: optimizer_steps={taken!r} must be a number from 0 to {reader.step}. Use another "
+            "checkpoint."
         )
     return taken
 
 
 def _mismatch_message(reader: CheckpointReader, model: ModelConfig, mismatches: Collection[str]) -> str:
     """Build the message about differing fields, one per line; for ``rope``, one line per key."""
-    lines = [f"{reader.folder} is of another model:"]
+    lines = [f"{reader.folder} has a different model:"]
     for name, (saved, current) in model_changes(model_config(reader), model).items():
         if name in mismatches or name.partition(".")[0] in mismatches:
             lines.append(f"  model.{name}: checkpoint {saved!r}, run {current!r}")
@@ -131,8 +132,8 @@ def _check_optimizer(reader: CheckpointReader, engine: ZeroEngine) -> None:
         return
     name = other[0]
     raise CheckpointError(
-        f"{reader.folder} was trained by another optimiser: of {name} it keeps {', '.join(reader.roles_of(name))}, and "
-        f"this run needs {', '.join(wanted[name])}.\nSet train.optimizer as it was, or begin with its weights: "
+        f"{reader.folder} was trained with another optimizer: it stores {', '.join(reader.roles_of(name))} for {name}, "
+        f"but this run needs {', '.join(wanted[name])}.\nRestore train.optimizer, or start from its weights: "
         f"--run.start_from {reader.folder}."
     )
 
@@ -143,7 +144,7 @@ def _check_shapes(reader: CheckpointReader, engine: ZeroEngine) -> None:
     stored = {name: reader.shape(name) for name in reader.names()}
     if shapes != stored:
         mismatches = sorted(set(shapes.items()) ^ set(stored.items()))[:6]
-        raise CheckpointError(f"{reader.folder} holds other tensors than the model: {mismatches}.")
+        raise CheckpointError(f"{reader.folder}: tensors do not match the model's: {mismatches}.")
 
 
 def _check_files(reader: CheckpointReader, hint: str) -> None:

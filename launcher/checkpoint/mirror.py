@@ -52,7 +52,7 @@ class _StoreSession:
         for step, stored in self._store.checkpoints().items():
             if step > self._step:
                 stored.discard()
-                log.info("%s is of a history that this run has left: removed.", stored.place)
+                log.info("Removed %s: this run resumed from an earlier step.", stored.place)
         self._has_discarded = True
 
     def send(self, folder: Path, seen: Callable[[int], None]) -> None:
@@ -69,7 +69,7 @@ class _StoreSession:
             self._store.send(folder, seen=see)
         except CheckpointError as error:
             # A local fault, not the store's: a retry would not help.
-            log.warning("%s is not sent to %s: %s", folder.name, self._store, error)
+            log.warning("%s was not sent to %s: %s", folder.name, self._store, error)
             self.local_failure = folder
             return
         self.local_failure = None
@@ -132,7 +132,9 @@ class Mirror:
         """Queue a committed checkpoint; it replaces one that still waits."""
         with self._changed:
             if self._waiting is not None and self._waiting != folder:
-                log.info("%s is not sent to %s: %s comes first.", self._waiting.name, self._store, folder.name)
+                log.info(
+                    "%s was not sent to %s: the newer %s replaces it.", self._waiting.name, self._store, folder.name
+                )
             self._waiting = folder
             self._changed.notify_all()
 
@@ -156,7 +158,7 @@ class Mirror:
             self._ends, self._failures = True, 0
             self._changed.notify_all()
             if self._is_busy():
-                log.info("Waiting for %s to be in %s.", self._name(), self._store)
+                log.info("Waiting for %s to be stored in %s.", self._name(), self._store)
             self._wait_for_all(time.monotonic() + seconds)
             name = self._name()
             is_left = self._left = self._is_busy()
@@ -166,7 +168,7 @@ class Mirror:
         if is_left:
             why = f": {self._reason}" * bool(self._reason)
             log.warning(
-                "%s is not in %s%s\nIt is in %s. The next start of the run sends it.", name, self._store, why, self._run
+                "%s is not in %s%s\nIt is in %s. The run's next start sends it.", name, self._store, why, self._run
             )
         return not is_left and self._store_session.local_failure is None
 
@@ -184,7 +186,7 @@ class Mirror:
         """Return the pending transfer's name for a message."""
         folder = self._waiting or self._in_flight
         if folder is None:
-            return "the proof of a checkpoint"
+            return "a checkpoint's proof file"
         return f"checkpoint {folder.name}"
 
     def _run_thread(self) -> None:
@@ -241,14 +243,17 @@ class Mirror:
             is_first, self._reason = not self._reason, str(error) or repr(error)
             self._changed.notify_all()
         if is_first and not self._ends:
-            log.warning("checkpoint.store: %s\nTraining goes on; it is tried again, and said when it works.", error)
+            log.warning(
+                "checkpoint.store: %s\nTraining continues, the upload is retried, and its success will be logged.",
+                error,
+            )
 
     def _succeeded(self) -> None:
         with self._changed:
             failures, had_failed, self._failures, self._reason = self._failures, bool(self._reason), 0, ""
         if had_failed:
             log.info(
-                "checkpoint.store: %s takes checkpoints again, after %s.",
+                "checkpoint.store: %s accepts checkpoints again, after %s.",
                 self._store,
                 format_count(failures, "failure"),
             )

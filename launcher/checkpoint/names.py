@@ -76,13 +76,13 @@ def leftovers(run: Path, *, is_running: bool) -> list[Leftover]:
     found = []
     folder = run / CHECKPOINTS
     for path in sorted(folder.glob(f".step_*.{_REMOVED}")):
-        found.append(Leftover(path, "a removal that was killed"))
+        found.append(Leftover(path, "left by a killed removal"))
     for path in sorted(folder.glob(".step_*.partial")):
         # A save in progress differs from a killed one only by its age.
         if not is_running or time.time() - _last_written(path) > _SAVING_SECONDS:
-            found.append(Leftover(path, "a save that was killed"))
+            found.append(Leftover(path, "left by a killed save"))
     for path in sorted(folder.glob("step_*.discarded")):
-        found.append(Leftover(path, "set aside when the run went on from an earlier one"))
+        found.append(Leftover(path, "set aside when the run resumed from an earlier one"))
     return found
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"
 """File name in a run folder."""
 _RESUME_EVENT = "resume"
-_START_FRESH = "start anew: --run.resume no and another --run.output_dir."
+_START_FRESH = "start a new run: --run.resume no and another --run.output_dir."
 _MOST_REASONS = 4
 """Damaged checkpoints listed in one message, so that it fits on a screen."""
 _MOST_LETTERS = 240
@@ -48,7 +48,7 @@ def find_resume(run_folder: Path, resume: str, store: CheckpointStore | None = N
         if not (folder / MANIFEST).is_file():
             reject_other_formats(folder)
             raise CheckpointError(
-                f"run.resume={resume!r} is no checkpoint: {folder / MANIFEST} does not exist, nor is it one of "
+                f"run.resume={resume!r} is neither a checkpoint ({folder / MANIFEST} does not exist) nor one of "
                 f"{', '.join(map(repr, NEWEST))} and 'no'.\n{_offer(run_folder)}"
             )
         return folder
@@ -83,7 +83,7 @@ def _newest(
         path = known.get(step)
         if verify_files and path is not None and (problems := problems_of(path)):
             reason = _on_one_line(problems).removeprefix(f"{path}/").removeprefix(f"{path}: ")
-            log.warning("%s is passed over: %s", path, reason)
+            log.warning("Skipped %s: %s", path, reason)
             reasons.append(f"{path.name}: {reason}")
             path = None
         path = path or _fetch_or_warn(run_folder, step, store, reasons)
@@ -93,15 +93,13 @@ def _newest(
             return path
         nonfinite_step = first_nonfinite_step(run_folder, step, next_step)
         if nonfinite_step is None:
-            log.info("%s is whole; no later step has proved it yet.", path)
+            log.info("%s is intact; no later step has proved it yet.", path)
             return path
-        log.warning(
-            "%s is passed over: step %d after it was not finite, and no step has proved it.", path, nonfinite_step
-        )
+        log.warning("Skipped %s: step %d after it was not finite, and no step has proved it.", path, nonfinite_step)
         newest_valid = newest_valid or path
     if newest_valid is None:
         raise CheckpointError(_all_invalid_message(run_folder, resume, store, reasons))
-    log.warning("No other checkpoint is good: %s is taken all the same.", newest_valid)
+    log.warning("No other checkpoint is good: %s is used anyway.", newest_valid)
     return newest_valid
 
 
@@ -113,7 +111,7 @@ def _stored_steps(store: CheckpointStore | None, *, should_warn: bool) -> set[in
         return set(store.checkpoints())
     except DataError as error:
         if should_warn:
-            log.warning("checkpoint.store: %s\nOnly the run's folder is looked at.", error)
+            log.warning("checkpoint.store: %s\nOnly the run's folder is searched.", error)
         return set()
 
 
@@ -125,10 +123,10 @@ def _fetch_or_warn(run_folder: Path, step: int, store: CheckpointStore | None, r
         path = store.fetch(step, run_folder)
     except LongCtxError as error:
         reason = _on_one_line([str(error)])
-        log.warning("step_%06d of %s is passed over: %s", step, store, reason)
+        log.warning("Skipped step_%06d of %s: %s", step, store, reason)
         reasons.append(f"step_{step:06d} of {store}: {reason}")
         return None
-    log.info("Copied %s from %s: every hash is right.", path, store)
+    log.info("Copied %s from %s: all hashes match.", path, store)
     return path
 
 
@@ -138,10 +136,10 @@ def _fetch(run_folder: Path, address: str) -> Path:
     if step is None:
         stored_steps = store.checkpoints()
         if not stored_steps:
-            raise CheckpointError(f"run.resume={address!r}: there is no checkpoint below {store}/{CHECKPOINTS}.")
+            raise CheckpointError(f"run.resume={address!r}: no checkpoint in {store}/{CHECKPOINTS}.")
         step = max(stored_steps)
     path = store.fetch(step, run_folder)
-    log.info("Copied %s from %s: every hash is right.", path, store)
+    log.info("Copied %s from %s: all hashes match.", path, store)
     return path
 
 
@@ -188,23 +186,23 @@ def _on_one_line(problems: list[str]) -> str:
 
 def _all_invalid_message(run_folder: Path, resume: str, store: CheckpointStore | None, reasons: list[str]) -> str:
     """Build the error message for a run with only unusable checkpoints."""
-    lines = [f"run.resume={resume!r}, and no checkpoint of {run_folder / CHECKPOINTS} can be gone on from:"]
+    lines = [f"run.resume={resume!r}, but no checkpoint in {run_folder / CHECKPOINTS} can be resumed:"]
     lines += [f"  {reason}" for reason in reasons[:_MOST_REASONS]]
     if len(reasons) > _MOST_REASONS:
         lines.append(f"  and {len(reasons) - _MOST_REASONS} older ones.")
     if store is not None:
-        lines.append(f"{store} has none that is whole either.")
-    lines.append(f"Nothing was changed. Put a whole copy of one there, or {_START_FRESH}")
+        lines.append(f"{store} has no intact checkpoint either.")
+    lines.append(f"No file was changed. Restore an intact copy of one, or {_START_FRESH}")
     return "\n".join(lines)
 
 
 def _not_found_message(run_folder: Path, resume: str, store: CheckpointStore | None) -> str:
     neither = ""
     if store is not None:
-        neither = f" Nor does {store}."
+        neither = f" {store} holds none either."
     return (
         f"run.resume={resume!r}, but {run_folder / CHECKPOINTS} holds no committed checkpoint.{neither}\n"
-        f"Name a checkpoint folder, or {_START_FRESH}"
+        f"Give a checkpoint folder, or {_START_FRESH}"
     )
 
 
@@ -225,10 +223,9 @@ def check_never_saved(run_folder: Path) -> None:
     trace = _remains(run_folder) or _recorded(run_folder)
     if trace:
         raise CheckpointError(
-            f"run.resume='auto', and {run_folder / CHECKPOINTS} holds no committed checkpoint, but the run has had "
-            f"one: {trace}.\nIt does not begin anew by itself, and nothing was changed. Put the "
-            "checkpoints back (is "
-            f"the disk mounted?), or {_START_FRESH}"
+            f"run.resume='auto': {run_folder / CHECKPOINTS} holds no committed checkpoint, but the run had "
+            f"one: {trace}.\nThe run does not restart from step 0 by itself, and no file was changed. Restore "
+            f"the checkpoints (is the disk mounted?), or {_START_FRESH}"
         )
 
 
@@ -237,8 +234,8 @@ def _remains(run_folder: Path) -> str:
     # Only complete checkpoints get this name: killed saves leave folders that start with a dot.
     for path in sorted((run_folder / CHECKPOINTS).glob("step_*")):
         if path.name.endswith(".discarded"):
-            return f"{path.name} is there, which an earlier start has set aside"
-        return f"{path.name} is there, without its {MANIFEST}"
+            return f"an earlier start set {path.name} aside"
+        return f"{path.name} exists without its {MANIFEST}"
     return ""
 
 
@@ -248,7 +245,7 @@ def _recorded(run_folder: Path) -> str:
     for record in readable_records(run_folder / METRICS_FILE):
         step, event = record["step"], record.get("event")
         if event in (_RESUME_EVENT, STOP_EVENT):
-            return f"{METRICS_FILE} has a {event} at step {step}, which needs a checkpoint"
+            return f"{METRICS_FILE} records a {event} at step {step}, which needs a checkpoint"
         last = max(last, step)
     every = _save_interval(run_folder)
     # The second save starts after the first commit, and step 2 * every is recorded before that. Any later step

@@ -174,7 +174,7 @@ def _read_quickly(folder: Path) -> Any:
     content, most_values = read_manifest_bytes(folder)
     # A parsed value takes up to a hundred bytes, so limit their number before parsing.
     if content.count(b",") + content.count(b"[") + content.count(b"{") > most_values:
-        raise ValueError("it has more values than a manifest")
+        raise ValueError("it has too many values for a manifest")
     return json.loads(content)
 
 

@@ -59,8 +59,8 @@ class StaticFiles:
         source, path = next(found, None), folder / name
         if source is None:
             raise CheckpointError(
-                f"{name}, which holds other parts of the imported model, is neither in {self.origin} nor in a "
-                "checkpoint of the run.\nPut it back, then go on with --run.resume latest."
+                f"{name}, a file with other parts of the imported model, is missing from {self.origin} and from the "
+                "run's checkpoints.\nRestore it, then resume with --run.resume latest."
             )
         try:
             path.hardlink_to(source)
@@ -214,10 +214,10 @@ def _validated_values(
     for one, tensor, total in zip(pieces, values, sums, strict=True):
         if not is_sum_of(total, tensor.contiguous()):
             raise CheckpointError(
-                f"{one.name} ({one.role}) of rank {rank} is not what the last update left there: bits have changed "
-                "while it was saved.\n"
-                f"The memory of {socket.gethostname()} fails: go on elsewhere with --run.resume latest. Earlier "
-                "checkpoints are untouched."
+                f"{one.name} ({one.role}) of rank {rank} has a checksum mismatch: its bits changed in memory between "
+                "the last update and the save.\n"
+                f"The memory of {socket.gethostname()} is faulty: resume elsewhere with --run.resume latest. Earlier "
+                "checkpoints are unchanged."
             )
         yield tensor
 
@@ -227,9 +227,9 @@ def _check_read_back(path: Path, written: str) -> None:
     found = read_back(path)
     if found != written:
         raise CheckpointError(
-            f"{path.name} is not what was written: read back, its xxh3-128 is {found}, and it was {written}.\n"
-            f"The disk of {path.parent.parent} or this machine's memory fails: go on elsewhere with --run.resume "
-            "latest. Earlier checkpoints are untouched."
+            f"{path.name} has a checksum mismatch: its xxh3-128 is {found} when read back, not {written}.\n"
+            f"The disk of {path.parent.parent} or this machine's memory is faulty: resume elsewhere with --run.resume "
+            "latest. Earlier checkpoints are unchanged."
         )
 
 
@@ -277,13 +277,13 @@ def as_checkpoint_error(error: OSError | CheckpointError, target: Path) -> Check
     # A removed run folder also shows as a write error, but needs another remedy.
     if not run_folder.is_dir():
         return CheckpointError(
-            f"{run_folder} is gone: somebody has removed or renamed the run's folder, and its checkpoints with it.\n"
-            "Put it back, then go on with --run.resume latest; without it the run begins anew."
+            f"{run_folder} is missing: the run's folder was removed or renamed, with its checkpoints.\n"
+            "Restore it, then resume with --run.resume latest; without it the run restarts from step 0."
         )
-    hint = "Mend that"
+    hint = "Fix that"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "The disk is full: free some space, or set checkpoint.keep_last lower"
+        hint = "The disk is full: free some space, or lower checkpoint.keep_last"
     return CheckpointError(
         f"the checkpoint could not be written to {target.parent}: {error}.\n"
-        f"{hint}, then go on with --run.resume latest. Earlier checkpoints are untouched."
+        f"{hint}, then resume with --run.resume latest. Earlier checkpoints are unchanged."
     )

@@ -82,7 +82,7 @@ class _Save:
         """Return the log message for the committed save."""
         line = f"Saved {self.target} in {time.perf_counter() - self.start_time:.1f} s"
         if self.copy_seconds is not None:
-            line += f", of which training waited {self.copy_seconds:.2f} s"
+            line += f", with training blocked for {self.copy_seconds:.2f} s"
         return f"{line}."
 
 
@@ -202,7 +202,7 @@ class Saver:
         if self._copies.wanted and not waits:
             self._copies.disable()
             if own_rank() == 0:
-                log.warning("No memory is free for copies of checkpoints: training waits while they are written.")
+                log.warning("Too little free memory for checkpoint copies: training waits during each save.")
         return None
 
     def _poll(self) -> None:

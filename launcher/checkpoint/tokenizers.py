@@ -37,10 +37,10 @@ def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
         return
     data_tokenizer, checkpoint_tokenizer = load_tokenizer(data.folder), load_tokenizer(checkpoint)
     raise DataError(
-        f"{data.folder} was built with another tokenizer than {checkpoint} has: ids would mean other text.\n"
+        f"{data.folder} was built with a different tokenizer than {checkpoint}: ids would decode to other text.\n"
         f"  data:       {data_tokenizer.describe()}\n"
         f"  checkpoint: {checkpoint_tokenizer.describe()}\n"
-        f"Build the data again: longctx data build --tokenizer {checkpoint} …"
+        f"Rebuild the data: longctx data build --tokenizer {checkpoint} …"
     )
 
 
@@ -48,8 +48,9 @@ def check_named_tokenizer(tokenizer: Tokenizer, data: ShardSet) -> None:
     """Raise DataError unless the data was built with this tokenizer, which the user named for a folder without one."""
     if tokenizer.fingerprint != data.manifest.tokenizer:
         raise DataError(
-            f"{data.folder} was built with another tokenizer than {tokenizer.path}: ids would mean other text.\n"
-            f"Name the one that the data was built with: --tokenizer {data.folder}"
+            f"{data.folder} was built with a different tokenizer than {tokenizer.path}: ids would decode to "
+            "other text.\n"
+            f"Give the data's own tokenizer: --tokenizer {data.folder}"
         )
 
 
@@ -63,7 +64,7 @@ def _check_whole(checkpoint: Path) -> None:
     if problems := reader.verify(names):
         raise CheckpointError(
             f"{checkpoint}: {'; '.join(problems)}.\n"
-            "Use another checkpoint of the run, or newest-good, which passes damaged ones over."
+            "Use another checkpoint of the run, or newest-good, which skips damaged ones."
         )
 
 
@@ -76,7 +77,7 @@ def check_same_data(data: ShardSet, validation: ShardSet) -> None:
         f"data.train and data.validation were built with different tokenizers.\n"
         f"  {data.folder}: {training_tokenizer.describe()}\n"
         f"  {validation.folder}: {validation_tokenizer.describe()}\n"
-        f"Build one of them again: longctx data build --tokenizer {data.folder} …"
+        f"Rebuild one of them: longctx data build --tokenizer {data.folder} …"
     )
 
 
@@ -87,13 +88,15 @@ def uncompared_files(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, bytes]
     tokenizer's.
     """
     log.warning(
-        "%s has no tokenizer that longctx reads: there is nothing to compare with. The ids of %s must be the model's.",
+        "%s has no tokenizer that longctx can read, so this check is skipped: the ids of %s must be the model's.",
         checkpoint,
         tokenizer.path,
     )
     unused_files = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
     if unused_files:
-        log.warning("Left out of this run's checkpoints, which get the data's tokenizer: %s.", ", ".join(unused_files))
+        log.warning(
+            "Not copied to this run's checkpoints, which get the data's tokenizer: %s.", ", ".join(unused_files)
+        )
     settings = generation_settings(checkpoint)
     if settings is None:
         return tokenizer.files
@@ -101,8 +104,8 @@ def uncompared_files(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, bytes]
     # generation_config.json may change begin and end ids, which are part of the tokenizer's identity.
     if not _is_same_tokenizer(files, tokenizer):
         log.warning(
-            "Left out of this run's checkpoints: %s, whose begin or end ids are others than those of the data's "
-            "tokenizer, or which cannot be read.",
+            "Not copied to this run's checkpoints: %s is unreadable, or its begin or end ids differ from the data "
+            "tokenizer's.",
             GENERATION_CONFIG,
         )
         return tokenizer.files
@@ -128,14 +131,14 @@ def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:
         # With another tokenizer, the model's ids would decode to wrong text.
         if has_tokenizer(folder) and tokenizer.fingerprint not in fingerprints(folder).values():
             raise ConfigError(
-                f"--tokenizer {chosen} is another tokenizer than {folder} has: ids would mean other text.\n"
+                f"--tokenizer {chosen} differs from the tokenizer of {folder}: ids would decode to other text.\n"
                 f"  chosen:     {tokenizer.describe()}\n"
                 f"  checkpoint: {load_tokenizer(folder).describe()}\n"
                 "Leave --tokenizer out."
             )
         return tokenizer
     if not has_tokenizer(folder):
-        raise CheckpointError(f"{folder} has no tokenizer of its own. Name one: --tokenizer F")
+        raise CheckpointError(f"{folder} has no tokenizer. Give one: --tokenizer F")
     return load_tokenizer(folder)
 
 

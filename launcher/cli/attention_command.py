@@ -49,13 +49,13 @@ def attention(
     # An option that the chosen picture does not depend on is rejected, so that no user misreads the result.
     if positions:
         given_options = {"--text": text, "--layer": layer, "--head": head, "--cross": cross or None, "--target": target}
-        _refuse("--positions draws no attention", given_options | {"--blocks": blocks, "--tokenizer": tokenizer})
+        _refuse("--positions plots no attention", given_options | {"--blocks": blocks, "--tokenizer": tokenizer})
         _draw_positions(checkpoint, output, length)
         return
     if text is None or layer is None or head is None:
         raise ConfigError("attention needs --text F --layer N --head N, or --positions.")
     if cross:
-        _refuse("--cross draws every token of both sides", {"--length": length, "--blocks": blocks})
+        _refuse("--cross plots all tokens on both sides", {"--length": length, "--blocks": blocks})
         _draw_cross(
             checkpoint=checkpoint,
             text=text,
@@ -67,7 +67,7 @@ def attention(
         )
         return
     if target is not None:
-        raise ConfigError("--target is what is written of a source: it needs --cross.")
+        raise ConfigError("--target is the source's target text: it needs --cross.")
     from launcher.evaluation.attention_map import AttentionMapOptions, draw_attention
 
     # Applied late: None shows that --blocks was left out, which the other pictures require.

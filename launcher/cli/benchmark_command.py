@@ -37,7 +37,7 @@ def benchmark_hardware(
     if output.exists() and not overwrite:
         raise ConfigError(f"--output {output} exists. Name another file, or replace it with --overwrite.")
     if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no folder {output.parent}. Make it, or name another one.")
+        raise ConfigError(f"--output {output}: folder {output.parent} does not exist. Create it, or name another file.")
     from launcher.measure.run_benchmarks import BenchmarkOptions, benchmark_machine
     from longctx.files import write_atomically
 

@@ -49,7 +49,7 @@ class ChatOptions:
         if self == ChatOptions():
             return None
         if self.max_tokens is None and self.too_long != "drop":
-            raise ConfigError(f"--too-long {self.too_long} needs the number of tokens: --max-tokens N.")
+            raise ConfigError(f"--too-long {self.too_long} needs a token limit: --max-tokens N.")
         if self.max_tokens is not None and self.max_tokens < 2:
             raise ConfigError(f"--max-tokens {self.max_tokens} must be at least 2.")
         if not 0 <= self.most_left_out <= 1:
@@ -80,7 +80,7 @@ def _parse_day(given: str) -> str:
     try:
         return datetime.date.fromisoformat(given).isoformat()
     except ValueError as error:
-        raise ConfigError(f"--chat-date {given} is no date such as 2026-11-27.") from error
+        raise ConfigError(f"--chat-date {given} is not a date such as 2026-11-27.") from error
 
 
 def _variables(pairs: Sequence[str]) -> dict[str, Any]:
@@ -92,14 +92,14 @@ def _variables(pairs: Sequence[str]) -> dict[str, Any]:
         name, mark, value = pair.partition("=")
         # The capitalized form rejects true, false and none, which Jinja reads as constants.
         if not mark or not name.isidentifier() or keyword.iskeyword(name.capitalize()) or keyword.iskeyword(name):
-            raise ConfigError(f"--chat-option {pair} is no NAME=VALUE, such as enable_thinking=false.")
+            raise ConfigError(f"--chat-option {pair} is not NAME=VALUE, such as enable_thinking=false.")
         if name in OWN_VARIABLES:
-            raise ConfigError(f"--chat-option {pair}: {name} is what each conversation gives. Leave it out.")
+            raise ConfigError(f"--chat-option {pair}: each conversation sets {name}. Leave it out.")
         if name in found:
             raise ConfigError(f"--chat-option {pair}: {name} is given twice.")
         # Python's True and None are no JSON: kept as text, they would be true in a template.
         if value in _PYTHONS:
-            raise ConfigError(f"--chat-option {pair}: values are JSON's. Write {name}={_PYTHONS[value]}.")
+            raise ConfigError(f"--chat-option {pair}: values are JSON. Write {name}={_PYTHONS[value]}.")
         found[name] = _value(value)
     return found
 

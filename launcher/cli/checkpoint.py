@@ -82,14 +82,14 @@ def verify_checkpoints(folder: Annotated[Positional[str], arg(metavar="DIR")], *
     else:
         for row in rows:
             if not row["problems"]:
-                print_line(f"{row['folder']} is whole.")
+                print_line(f"{row['folder']} is intact.")
                 continue
             print_line(f"{row['folder']} is damaged:")
             for problem in row["problems"]:
                 print_line(indent(problem, "  "))
         # If all are damaged, there is no checkpoint to continue from.
         if invalid_rows and len(invalid_rows) < len(rows):
-            print_line("Go on from the newest whole one with --run.resume newest-good.")
+            print_line("Resume from the newest intact one with --run.resume newest-good.")
     if invalid_rows:
         return FAILED
     return DONE
@@ -208,7 +208,7 @@ def _kept(
         # Keeping this many of the newest includes the newest readable one.
         enough = sum(one.step >= readable[-1] for one in candidates)
         raise CheckpointError(
-            f"of the checkpoints that would be kept none has a manifest that can be read; step {readable[-1]} has.\n"
+            f"no checkpoint to keep has a readable manifest; the one at step {readable[-1]} does.\n"
             f"Remove the damaged ones by hand, or try --keep-last {enough}."
         )
     return kept
@@ -286,12 +286,12 @@ def _checkpoints_of(run: Path) -> list[Path]:
     from longctx.checkpoint_format import CHECKPOINTS, MANIFEST
 
     if (run / MANIFEST).is_file():
-        raise CheckpointError(f"{run} is a checkpoint, not a run. Give the run's folder, which has checkpoints/ in it.")
+        raise CheckpointError(f"{run} is a checkpoint, not a run. Give the run's folder, which contains checkpoints/.")
     if not (run / CHECKPOINTS).is_dir() and not (run / "config.toml").is_file():
         reason = "does not exist"
         if run.is_dir():
             reason = "holds neither checkpoints/ nor a config.toml"
-        raise CheckpointError(f"{run} is not a run folder: it {reason}. Give the folder that run.output_dir named.")
+        raise CheckpointError(f"{run} is not a run folder: it {reason}. Give the run's run.output_dir.")
     return checkpoint_format.list_checkpoints(run)
 
 

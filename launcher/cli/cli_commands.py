@@ -175,12 +175,12 @@ _ALIASES = {"eval": "evaluate", "pretrain": "train"}
 _OVERVIEW = """\
 usage: {program} VERB [OPTIONS]
 
-Prepare data, train, look after checkpoints, try and evaluate models.
+Prepare data, train, manage checkpoints, generate and evaluate.
 
 verbs:
 {verbs}
 
-the whole road:
+an end-to-end example:
   {program} tokenizer train --source stdlib --vocab-size 4096 --output runs/tokenizer.model
   {program} data build --source stdlib --tokenizer runs/tokenizer.model --output runs/data
   {program} train --data.train runs/data --run.output_dir runs/first
@@ -189,10 +189,10 @@ the whole road:
   {program} evaluate --checkpoint runs/first --tasks niah,ppl --lengths 512,1024 --output runs/first/evaluation
   {program} convert --to hf runs/first exported
 
-deepspeed, torchrun and srun start training as well: launcher/pretrain.py, or -m launcher.pretrain.
-Exit codes: 0 done, 1 it failed and said why, 2 wrong usage, 75 stopped as asked and saved.
+deepspeed, torchrun and srun can also start training: launcher/pretrain.py, or -m launcher.pretrain.
+Exit codes: 0 done, 1 failed with an error message, 2 wrong usage, 75 stopped on request and saved.
 `{program} VERB --help` shows a verb's options.
-`source <({program} --completion)` lets bash and zsh complete verbs and options."""
+`source <({program} --completion)` completes verbs and options in bash and zsh."""
 _OUR_PACKAGES = ("launcher", "parallel", "data_pipeline", "longctx")
 
 
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DONE
     with warnings_on_stderr():
         code = run_to_exit_code(
-            lambda: run_reporting_errors(verb), abort_message="Interrupted. Nothing half-written is left."
+            lambda: run_reporting_errors(verb), abort_message="Interrupted. No partial file is left."
         )
     if code == ABORTED and has_abandoned_work():
         # A library still computes in its thread; after Ctrl-C do not wait for it.
@@ -322,7 +322,7 @@ def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
             rest, hostfile = take_flag(rest, "--hostfile")
             count = _number("--ranks", ranks)
         except ConfigError as error:
-            _complain(called, str(error), "shows what it takes, with an example.")
+            _complain(called, str(error), "shows its options, with an example.")
         if ranks is not None or hostfile is not None:
             # Report usage errors here, once, before any rank starts.
             _bind(name, rest)
@@ -365,7 +365,7 @@ def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
                 print_line(f"  {called} {example}")
             raise
         message = unframed(complaint.getvalue()).replace(f" from {name}", "")
-        _complain(called, message, "shows what it takes, with an example.")
+        _complain(called, message, "shows its options, with an example.")
 
 
 def _config_of(arguments: Sequence[str]) -> str | None:
@@ -389,12 +389,12 @@ def _complain_of_verb(group: str, given: str) -> NoReturn:
     known = _commands_in(group)
     close = difflib.get_close_matches(given, known, cutoff=0.5)
     if given == group:
-        complaint = f"which verb? {', '.join(known)}."
+        complaint = f"a verb is missing. The verbs are {', '.join(known)}."
     elif close:
-        complaint = f"there is no verb {given!r}. Did you mean {' or '.join(close)}?"
+        complaint = f"unknown verb {given!r}. Did you mean {' or '.join(close)}?"
     else:
-        complaint = f"there is no verb {given!r}. The verbs are {', '.join(known)}."
-    _complain(f"{program()} {group}".rstrip(), complaint, "tells what each does.")
+        complaint = f"unknown verb {given!r}. The verbs are {', '.join(known)}."
+    _complain(f"{program()} {group}".rstrip(), complaint, "describes them.")
 
 
 def _complain(called: str, complaint: str, offer: str) -> NoReturn:

@@ -16,7 +16,7 @@ _longctx() {{
     esac
     COMPREPLY=($(compgen -W "$offered" -- "$current"))
 }}
-# Where nothing is offered, names of files are.
+# If there is no match, file names are completed.
 complete -o bashdefault -o default -F _longctx longctx"""
 
 

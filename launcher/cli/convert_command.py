@@ -63,16 +63,18 @@ def convert(
             account's permissions. Use it only for files that you wrote or trust to that extent.
     """
     if execute_pickles and origin != "deepspeed":
-        raise ConfigError("--execute-pickles goes with --from deepspeed alone: nothing else is ever executed.")
+        raise ConfigError("--execute-pickles works only with --from deepspeed. Leave it out.")
     for flag, given in (("--text-only", text_only), ("--mtp", mtp)):
         if given and origin != "hf":
-            raise ConfigError(f"{flag} goes with --from hf alone: it says what of the folder is read.")
+            raise ConfigError(f"{flag} works only with --from hf. Leave it out.")
     # Upcycling has one fixed form, so options for conversion would have no effect.
     if upcycle is not None:
         if dtype or verify != "auto":
-            raise ConfigError("--upcycle writes float32 masters, always read back: leave --dtype and --verify out.")
+            raise ConfigError(
+                "--upcycle always writes float32 masters and verifies them: leave --dtype and --verify out."
+            )
         if tokenizer:
-            raise ConfigError("--upcycle takes the checkpoint's tokenizer along: leave --tokenizer out.")
+            raise ConfigError("--upcycle copies the checkpoint's tokenizer: leave --tokenizer out.")
         _upcycle(source, output, upcycle)
         return
     # Deferred: errors in the options above need not wait for torch.
@@ -83,7 +85,7 @@ def convert(
     if to == "hf":
         run, kind = partial(export_checkpoint, tokenizer=tokenizer), "a Hugging Face folder"
     elif tokenizer:
-        raise ConfigError("--from takes the folder's tokenizer along: leave --tokenizer out, or give it to --to.")
+        raise ConfigError("--from copies the folder's tokenizer: leave --tokenizer out, or use it with --to.")
     elif origin == "deepspeed":
         run, kind = partial(import_deepspeed, execute_pickles=execute_pickles), "a checkpoint of step 0"
     else:
@@ -133,18 +135,18 @@ def _upcycle(source: Path, output: Path, wanted: str) -> None:
 def _validated(done: Conversion) -> Iterator[str]:
     """Yield a line for each conversion step that did more than move bits, and for each verification."""
     for kinds, count in done.lossy_casts.items():
-        yield f"Cast as asked: {format_count(count, 'tensor')} {kinds}, which loses bits."
+        yield f"Cast as requested: {format_count(count, 'tensor')} {kinds}, which loses bits."
     if done.auxiliary_files:
-        yield f"Came along byte for byte: {', '.join(done.auxiliary_files)}."
+        yield f"Copied byte for byte: {', '.join(done.auxiliary_files)}."
     if done.tensors is None:
         yield "Not verified: --verify none."
         return
     yield (
         f"Verified: {format_count(done.tensors.num_tensors, 'tensor')}, "
         f"{human_bytes(done.tensors.num_bytes)}, read back: "
-        "names, dtypes, shapes and hashes are equal."
+        "names, dtypes, shapes and hashes match."
     )
     if done.logits is not None:
-        yield f"Verified: the decoder beside transformers, {done.logits}."
+        yield f"Verified: the decoder against transformers, {done.logits}."
     if done.logits_skip_reason is not None:
         yield f"Logits were not compared: {done.logits_skip_reason}."

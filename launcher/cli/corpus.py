@@ -117,7 +117,7 @@ class CorpusOptions:
         if self.join == "file":
             if self.join_depth is not None or self.join_bytes is not None or self.join_header:
                 raise ConfigError(
-                    "--join-depth, --join-bytes and --join-header say how files are joined: they need --join directory."
+                    "--join-depth, --join-bytes and --join-header set how files are joined: they need --join directory."
                 )
             return None
         depth, most_bytes = 0, DEFAULT_JOIN_BYTES
@@ -125,7 +125,7 @@ class CorpusOptions:
             # 0 would mean the same as leaving it out, so an explicit number must be positive.
             if self.join_depth < 1:
                 raise ConfigError(
-                    f"--join-depth {self.join_depth} must be at least 1. Left out, each directory counts."
+                    f"--join-depth {self.join_depth} must be at least 1; without it, each directory counts."
                 )
             depth = self.join_depth
         if self.join_bytes is not None:
@@ -159,7 +159,7 @@ class Workers:
             return
         # An address without the engine would be ignored, and the work would run on this machine alone.
         if self.ray_address is not None:
-            raise ConfigError("--ray-address says where a Ray cluster is: it needs --engine ray.")
+            raise ConfigError("--ray-address is a Ray cluster's address: it needs --engine ray.")
         from data_pipeline.prepare.parts.pool import LocalEngine
 
         yield LocalEngine()
@@ -213,7 +213,7 @@ def duplicate_lines(report: DuplicateReport) -> list[str]:
     """Describe a build's duplicates: the number removed, some examples, and group sizes."""
     counts = report.counts
     # Over all kinds: a threshold that is too low shows as one group as large as the corpus.
-    groups = f"{format_count(counts.groups, 'group')} of documents, the largest of {counts.largest_group:,}."
+    groups = f"{format_count(counts.groups, 'group')} of documents, the largest with {counts.largest_group:,}."
     if report.file is None:
         if not counts.groups:
             return ["Duplicates: none found."]

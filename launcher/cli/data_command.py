@@ -196,7 +196,7 @@ def inspect(
     if row is not None and seq_len is None:
         raise ConfigError("--row needs --seq-len: rows are packed when they are read. Try --seq-len 4096.")
     if row is None and (block is not None or epoch or seed):
-        raise ConfigError("--block, --epoch and --seed say which row to show: they need --row. Try --row 0.")
+        raise ConfigError("--block, --epoch and --seed select a row: they need --row. Try --row 0.")
     lengths = {"seq_len": seq_len, "source_seq_len": source_seq_len}
     found = [describe(folder, **lengths)]
     held_out = below(folder, VALIDATION_FOLDER)
@@ -216,7 +216,7 @@ def inspect(
         return
     print_line(_description_table(found))
     if found[0].conversation:
-        print_line(f"\nThe first conversation, what counts in the loss between ⟦ and ⟧:\n\n{found[0].conversation}")
+        print_line(f"\nThe first conversation, with loss tokens between ⟦ and ⟧:\n\n{found[0].conversation}")
     if found[0].pair:
         print_line("\nThe first pair, source and target:\n\n" + "\n⇒\n".join(found[0].pair))
     if shown is not None:
@@ -275,7 +275,7 @@ def verify_shards(folder: _ShardFolder, *, json: Json = False) -> int:
     else:
         manifests = [Manifest.load(place) for place in folders]
         shards, tokens = sum(len(m.shards) for m in manifests), sum(m.tokens for m in manifests)
-        print_line(f"{folder} is whole: {format_count(shards, 'shard')}, {tokens:,} tokens.")
+        print_line(f"{folder} is intact: {format_count(shards, 'shard')}, {tokens:,} tokens.")
     if problems:
         return FAILED
     return DONE
@@ -324,18 +324,18 @@ def _leave_out(folder: str, shards: Sequence[str], *, is_alone: bool, json: bool
     from data_pipeline.prepare.without import leave_out
 
     if not is_alone:
-        raise ConfigError("--without takes no option but --output: it changes a folder that is built.")
+        raise ConfigError("--without changes a built folder: give no other option except --output.")
     found = leave_out(folder, shards)
     if json:
         counts = {"documents": found.documents, "tokens": found.tokens}
         print_json({"folder": folder, "shards": found.shards, **counts, "manifest_hash": found.manifest.hash})
         return
     print_line(
-        f"{folder}: {', '.join(found.shards)} left out, {found.tokens:,} tokens of "
+        f"{folder}: {', '.join(found.shards)} left out, {found.tokens:,} tokens in "
         f"{format_count(found.documents, 'document')}. {format_count(len(found.manifest.shards), 'shard')} with "
-        f"{found.manifest.tokens:,} tokens stay.\nThe state of a checkpoint's loader belongs to the manifest before: a "
-        "run that has read this folder cannot be resumed on it. A new one starts from its weights with "
-        f"--run.start_from CHECKPOINT.\nCheck the others: {command_line('data', 'verify', folder)}"
+        f"{found.manifest.tokens:,} tokens remain.\nA checkpoint's loader state depends on the previous manifest: a "
+        "run that has read this folder cannot resume on it. Start a new run from its weights with "
+        f"--run.start_from CHECKPOINT.\nVerify the others: {command_line('data', 'verify', folder)}"
     )
 
 
@@ -374,23 +374,22 @@ def _say_build(report: BuildReport, tokenizer: Tokenizer, *, json: bool) -> None
     # Normalizing tokenizers change text, which a model then cannot reproduce: name the documents concerned.
     if report.inexact:
         print_line(
-            f"{format_count(report.inexact, 'document')} did not come back exactly from their ids (--exact "
-            "refuses them)."
+            f"{format_count(report.inexact, 'document')} did not decode exactly from their ids (--exact rejects them)."
         )
         for difference in report.differences:
             print_line(f"  {difference}")
     if report.spelling:
         shown = ", ".join(f"{piece} ({count:,})" for piece, count in list(report.spelt.items())[:_MAX_SHOWN_TOKENS])
         print_line(
-            f"{format_count(report.spelling, 'document')} spell special tokens of the tokenizer, and they are "
-            "text there: "
-            f"{shown}.\n  Of conversations give the messages, which the chat template renders."
+            f"{format_count(report.spelling, 'document')} with special tokens of the tokenizer, encoded as "
+            "text: "
+            f"{shown}.\n  For conversations, give the messages: the chat template renders them."
         )
         if _can_parse(tokenizer):
-            print_line("  --special-tokens parse makes ids of what was rendered before.")
+            print_line("  For text rendered earlier, --special-tokens parse encodes them as ids.")
     if report.up_to_date:
         print_line(
-            f"{report.output} is up to date: built from the same source, tokenizer and options, so nothing was done."
+            f"{report.output} is up to date: source, tokenizer and options are unchanged, so the build was skipped."
         )
     else:
         print_line(f"{report.output} was made in {report.seconds:.1f} s.")
@@ -431,7 +430,7 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
         "tokens": f"{found.tokens:,}",
         "tokens that count": f"{found.counted_tokens:,}",
         "bytes per token": f"{found.bytes_per_token:.2f}",
-        "mean tokens a document": f"{found.mean_tokens:,.0f}",
+        "mean tokens per document": f"{found.mean_tokens:,.0f}",
         "longest document, tokens": f"{found.longest_tokens:,}",
         **_of_sources(found),
         "vocabulary": f"{found.vocab_size:,}",
@@ -447,8 +446,8 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
     if found.packing is not None:
         prefix = sample = ""
         if not found.packing.exact:
-            prefix, sample = "about ", f", judging by {found.packing.planned_documents:,} documents"
-        column["rows of an epoch"] = f"{prefix}{found.packing.rows:,}{sample}"
+            prefix, sample = "about ", f", estimated from {found.packing.planned_documents:,} documents"
+        column["rows per epoch"] = f"{prefix}{found.packing.rows:,}{sample}"
         column["padding"] = f"{prefix}{100 * found.packing.padding_share:.2f}%"
         column |= left_out(found.packing)
     for k in exponents:

@@ -44,7 +44,7 @@ def plan_rows(
             degrees allow.
     """
     if ranks < 0:
-        raise ConfigError(f"--ranks {ranks} must be at least 1, or 0 as if it were left out.")
+        raise ConfigError(f"--ranks {ranks} must be at least 1, or 0 for the default.")
     from data_pipeline.inspect import PLANNED_DOCUMENTS
     from data_pipeline.loader import open_order
     from data_pipeline.mixture.mixed_order import MixedOrder
@@ -92,14 +92,14 @@ def plan_rows(
     each = sum(micro_batches.sizes)
     print_line(
         f"{run_config.data.train}: rows of {run_config.data.seq_len:,} tokens on "
-        f"{format_count(micro_batches.data_degree, 'data rank')}, {format_count(each, 'row')} a step on each\n"
+        f"{format_count(micro_batches.data_degree, 'data rank')}, {format_count(each, 'row')} per step on each\n"
     )
     print_line(table(["", ""], _lines(found, run_config.train.steps, sync_micro_batches=sync_micro_batches)))
-    print_line("\n" + table(["tokens of a piece", "share of tokens"], _lengths(found)))
+    print_line("\n" + table(["tokens per piece", "share of tokens"], _lengths(found)))
     if isinstance(order, MixedOrder):
         rows = run_config.train.steps * run_config.rows_per_step
         print_line(
-            "\n" + table(["source", "tokens of the run", "passes"], _sources(order.estimate_usage(order.start(), rows)))
+            "\n" + table(["source", "tokens in the run", "passes"], _sources(order.estimate_usage(order.start(), rows)))
         )
 
 
@@ -175,16 +175,16 @@ def _lines(found: RowPreview, steps: int, *, sync_micro_batches: bool) -> list[l
     if not packing.exact:
         prefix = "about "
     lines = [
-        ["rows of an epoch", f"{prefix}{packing.rows:,}"],
-        ["steps of an epoch", f"{prefix}{found.steps_of_epoch:,.1f}"],
-        ["passes of the run", f"{prefix}{steps / max(found.steps_of_epoch, 1e-9):,.2f}"],
+        ["rows per epoch", f"{prefix}{packing.rows:,}"],
+        ["steps per epoch", f"{prefix}{found.steps_of_epoch:,.1f}"],
+        ["passes over the data", f"{prefix}{steps / max(found.steps_of_epoch, 1e-9):,.2f}"],
         ["padding", f"{prefix}{packing.padding_share:.2%}"],
     ]
     lines.extend([name, count] for name, count in left_out(packing).items())
     label = "busiest rank"
     if sync_micro_batches:
         # With these settings ranks wait for each other in every micro-batch, not only once per step.
-        label = "busiest rank of each micro-batch"
+        label = "busiest rank per micro-batch"
     for name, factors in (("in their order", found.work.in_order), ("data.balance", found.work.balanced)):
         if factors:
             mean, most = statistics.fmean(factors), max(factors)

@@ -47,11 +47,11 @@ def doctor(
         links: Leave the network out.
     """
     if local and hostfile is not None:
-        raise ConfigError("--local checks this machine alone; --hostfile asks others. Leave one of them out.")
+        raise ConfigError("--local checks only this machine, --hostfile also others. Leave one of them out.")
     if not 0 <= master_port <= _LARGEST_PORT:
-        raise ConfigError(f"--master-port {master_port} is no port: 1 to {_LARGEST_PORT}, or 0 for none.")
+        raise ConfigError(f"--master-port {master_port} is not a port: use 1 to {_LARGEST_PORT}, or 0 to skip it.")
     if world_size < 0:
-        raise ConfigError(f"--world-size {world_size} must be at least 1, or 0 as if it were left out.")
+        raise ConfigError(f"--world-size {world_size} must be at least 1, or 0 for the default.")
     from launcher.cluster.hostfile import read_hostfile
     from launcher.doctor.machine_checks import CheckOptions, check_machine
 
@@ -98,9 +98,9 @@ def _network(
     if not wanted:
         return Network(results=[skipped("--no-links")])
     if hostfile is not None and len(slots) > 1:
-        with progress("looking at the network between hosts"):
+        with progress("checking the network between hosts"):
             return check_hosts(hosts, port=port, hostfile=hostfile, num_ranks=sum(slots.values()))
-    with progress("looking at the network"):
+    with progress("checking the network"):
         return check_this_machine(len(this_machine.facts.gpus))
 
 

@@ -139,13 +139,15 @@ def _kind_of(task_names: Sequence[str]) -> str:
     # Each kind of task needs another kind of model, so one call serves one kind.
     if "translation" in task_names:
         if len(task_names) > 1:
-            raise ConfigError(f"--tasks {tasks}: translation goes by itself. Ask for the others in another call.")
+            raise ConfigError(f"--tasks {tasks}: translation runs alone. Evaluate the others in another call.")
         return _TRANSLATION
     others = [name for name in task_names if name not in _ROWS]
     if len(others) == len(task_names):
         return _OTHERS
     if others:
-        raise ConfigError(f"--tasks {tasks}: masked and pairs ask an encoder, {', '.join(others)} do not.")
+        raise ConfigError(
+            f"--tasks {tasks}: masked and pairs need an encoder, {', '.join(others)} a decoder. Use two calls."
+        )
     return _MASKED
 
 
@@ -190,8 +192,7 @@ def _translate(flags: Flags) -> None:
     # A penalty with --beams 1 is allowed: a loop over beam counts may pass the same penalty to all.
     if flags.length_penalty is not None and flags.beams is None:
         raise ConfigError(
-            f"--length-penalty {flags.length_penalty:g} compares beams, and without --beams nothing is searched for. "
-            "Add --beams 4, or leave it out."
+            f"--length-penalty {flags.length_penalty:g} needs beam search. Add --beams 4, or leave it out."
         )
     translation = Translation(
         output=flags.output,
@@ -211,7 +212,7 @@ def _translate(flags: Flags) -> None:
     if scores["left_out"]:
         count = scores["left_out"] + scores["pairs"]
         print_line(
-            f"left out: {scores['left_out']:,} of {count:,} pairs, whose sources are beyond the model's positions"
+            f"left out: {scores['left_out']:,} of {count:,} pairs, with sources longer than the model's positions"
         )
     print_line(str(flags.output / ROWS))
 
@@ -229,7 +230,7 @@ def _ask_encoder(flags: Flags, task_names: Sequence[str]) -> None:
     if flags.lengths:
         lengths = split_lengths(flags.lengths)
     if len(lengths) != 1:
-        raise ConfigError(f"--lengths {flags.lengths}: --tasks {flags.tasks} reads rows of one length.")
+        raise ConfigError(f"--lengths {flags.lengths}: --tasks {flags.tasks} needs one row length.")
     scores = evaluate_masked(
         MaskedOptions(
             checkpoint=flags.checkpoint,
@@ -268,7 +269,7 @@ def _options(flags: Flags) -> EvaluationOptions:
 
     if flags.checkpoint is None or flags.output is None or not flags.tasks or not flags.lengths:
         raise ConfigError(
-            "evaluate needs --checkpoint DIR --tasks A,B --lengths N,M --output DIR. `--list` names the tasks."
+            "evaluate needs --checkpoint DIR --tasks A,B --lengths N,M --output DIR. `--list` lists the tasks."
         )
     depths = None
     if flags.depths is not None:
@@ -303,7 +304,7 @@ def _evaluate(options: EvaluationOptions, *, as_json: bool) -> None:
         page = evaluation.evaluate_checkpoint(options, token_progress)
     except KeyboardInterrupt:
         if is_rank_0:
-            note(f"{options.output} holds what was measured: the same command goes on from there.")
+            note(f"{options.output} holds the results so far: the same command resumes from there.")
         raise
     if is_rank_0:
         _print(options, page, as_json=as_json)
@@ -313,7 +314,7 @@ def _print_omissions(options: EvaluationOptions) -> None:
     """Print group tasks that lack their file, and depths without a sample."""
     tasks, _, left_out = options.chosen()
     if left_out:
-        note(f"left out, because their files were not given (--squad, --hotpotqa): {', '.join(left_out)}")
+        note(f"left out, because their files are missing (--squad, --hotpotqa): {', '.join(left_out)}")
     # Samples take the depths in turn, so depths beyond the sample count stay untested.
     untested = options.depths[options.samples :]
     if untested and any(task.has_depth for task in tasks):
@@ -343,7 +344,7 @@ def _print(options: EvaluationOptions, page: Path, *, as_json: bool) -> None:
         if rows:
             print_line(table(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows]) + "\n")
     if evaluation.settings.get("chat"):
-        print_line("Asked by the model's chat template.")
+        print_line("Prompts were rendered by the model's chat template.")
     print_line(str(page))
 
 

@@ -72,9 +72,9 @@ class Choosing:
         )
         searching = _given(num_beams=self.beams, length_penalty=self.length_penalty)
         if self.beams is not None:
-            _refuse(sampling, f"--beams {self.beams} draws no token")
+            _refuse(sampling, f"--beams {self.beams} does not sample")
             return Beams(**searching)
-        _refuse(searching, "without --beams nothing is searched for")
+        _refuse(searching, "without --beams there is no beam search")
         # A temperature of 0 conventionally means greedy.
         if sampling.get("temperature") == 0:
             del sampling["temperature"]
@@ -100,7 +100,7 @@ def _given(**options: float | None) -> dict:
 def _refuse(options: Mapping[str, float], why: str) -> None:
     if options:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-        raise ConfigError(f"{why}, so {names} would do nothing. Leave one out.")
+        raise ConfigError(f"{why}, so {names} would have no effect. Leave one out.")
 
 
 def _has_template(source: Path) -> bool:
@@ -223,17 +223,17 @@ def _talk(session: GenerationSession, options: GenerateOptions) -> None:
 
     talk, num_responses = Talk(options, session.model_source), 0
     if sys.stdin.isatty():
-        note("Say something. Ctrl-D ends the chat.")
+        note("Type a message. Ctrl-D ends the chat.")
     with closing(talk), _result_to(options.output) as write_out:
         for prompt_ids, tokens in session.answer_prompts(lambda: _next_question(talk)):
             written = _write_text(session, prompt_ids, tokens, write_out)
             # Without a stop id the reply was cut off, which its text alone does not show.
             if len(written.ids) == options.max_new_tokens and written.ids[-1] not in session.stop_ids:
-                note(f"The reply ends at --max-new-tokens {options.max_new_tokens}.")
+                note(f"The reply was cut off at --max-new-tokens {options.max_new_tokens}.")
             talk.add_reply(written.text)
             num_responses += 1
     if not num_responses:
-        note("Nothing was said: standard input has no line.")
+        note("No message: standard input is empty.")
 
 
 def _next_question(talk: Talk) -> array[int] | None:
@@ -294,7 +294,7 @@ def _continue_all(session: GenerationSession, options: GenerateOptions) -> None:
     if session.mesh.data > len(prompts):
         note(
             f"warning: {session.mesh.data} groups of ranks (parallel.context={session.mesh.context}) share "
-            f"{format_count(len(prompts), 'prompt')}: some have nothing to do."
+            f"{format_count(len(prompts), 'prompt')}: some stay idle."
         )
     try:
         with _result_to(options.output) as write_out:
@@ -361,7 +361,7 @@ class _Text:
 
 def _warn_of_unknown(count: int) -> None:
     if count:
-        note(f"warning: left out {count} ids that the tokenizer does not have.")
+        note(f"warning: left out {count} ids missing from the tokenizer.")
 
 
 def _summarise(written: _Written, ends: set[int], seconds: float) -> None:
@@ -369,7 +369,7 @@ def _summarise(written: _Written, ends: set[int], seconds: float) -> None:
     ids, read_seconds = written.ids, written.read_seconds
     rate = ""
     if len(ids) > 1 and seconds > read_seconds:
-        rate = f" ({(len(ids) - 1) / (seconds - read_seconds):.1f} a second after the first)"
+        rate = f" ({(len(ids) - 1) / (seconds - read_seconds):.1f} per second after the first)"
     end = ""
     if ids and ids[-1] in ends:
         end = ", then the document ended"

@@ -60,11 +60,13 @@ def plan(
     """
     for name, value in (("ranks", ranks), ("ranks-per-node", ranks_per_node), ("document-tokens", document_tokens)):
         if value < 0:
-            raise ConfigError(f"--{name} {value} must be at least 1, or 0 as if it were left out.")
+            raise ConfigError(f"--{name} {value} must be at least 1, or 0 for the default.")
     if output is not None and not search:
-        raise ConfigError("--output is the file that --search writes. Add --search, or leave it out.")
+        raise ConfigError("--output names the file for --search. Add --search, or leave it out.")
     if search and trace:
-        raise ConfigError("--search estimates many settings, --trace runs one. Trace what the search found.")
+        raise ConfigError(
+            "--search estimates many settings, --trace runs one. Use --trace on a setting that --search found."
+        )
     if output is not None and output.exists() and not overwrite:
         raise ConfigError(f"--output {output} exists. Name another file, or replace it with --overwrite.")
     from launcher.config.flags import key_of_flag
@@ -170,7 +172,7 @@ def _search(
     _say_estimate(run, longest)
     if output is None:
         print_line(
-            f"\nThese settings as flags (--output F.toml writes the whole config):\n{flags(found.fastest.settings)}"
+            f"\nThese settings as flags (--output F.toml writes the full config):\n{flags(found.fastest.settings)}"
         )
     else:
         print_line(f"\nWritten to {output}: start it with --config {output}.")
@@ -207,5 +209,7 @@ def _capability(text: str) -> tuple[int, int]:
     """Parse "9.0" into (9, 0)."""
     major, dot, minor = text.partition(".")
     if not (dot and major.isdigit() and minor.isdigit()):
-        raise ConfigError(f"--capability {text!r} is not one. Write 8.0 (A100), 9.0 (H100) or 10.0 (B200).")
+        raise ConfigError(
+            f"--capability {text!r} is not a compute capability. Try 8.0 (A100), 9.0 (H100) or 10.0 (B200)."
+        )
     return int(major), int(minor)

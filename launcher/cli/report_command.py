@@ -34,7 +34,9 @@ def report_runs(
     evaluations = [folder for folder in folders if is_evaluation(folder)]
     # Runs and evaluations share no metrics.
     if evaluations and len(evaluations) < len(folders):
-        raise ConfigError(f"{evaluations[0]} is an evaluation, and others are not. Compare runs, or evaluations.")
+        raise ConfigError(
+            f"{evaluations[0]} is an evaluation, but not all folders are. Compare only runs or only evaluations."
+        )
     if len(evaluations) > 1:
         with progress(f"comparing {format_count(len(folders), 'evaluation')}"):
             path = write_evaluations(folders, output)

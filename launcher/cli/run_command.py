@@ -34,7 +34,7 @@ def supervise_run(
     if retries < 0:
         raise ConfigError(f"--retries {retries} must be at least 0.")
     if not 0 <= wait_seconds <= 86400:
-        raise ConfigError(f"--wait-seconds {wait_seconds:g} must be between 0 and 86400, a day.")
+        raise ConfigError(f"--wait-seconds {wait_seconds:g} must be between 0 and 86400 (one day).")
     from launcher.cluster.hostfile import read_hostfile
     from launcher.cluster.remote_shell import check_deepspeed_line
     from launcher.supervise.restart_policy import RetryLimits

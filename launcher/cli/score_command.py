@@ -57,14 +57,14 @@ def score_tokens(
         total = scores.score_shards(options, token_progress)
     except KeyboardInterrupt:
         if is_rank_0:
-            note(f"{output} holds what was scored: the same command goes on from there.")
+            note(f"{output} holds the scores so far: the same command resumes from there.")
         raise
     if not is_rank_0:
         return
     if json:
         print_json(vars(total))
         return
-    print_line(f"{total.documents:,} documents, {total.tokens:,} tokens: {total.mean:.4f} nats a token")
+    print_line(f"{total.documents:,} documents, {total.tokens:,} tokens: {total.mean:.4f} nats per token")
     if total.counted_tokens != total.tokens:
-        print_line(f"  of the {total.counted_tokens:,} that count in a loss: {total.target_mean:.4f}")
+        print_line(f"  over the {total.counted_tokens:,} loss tokens: {total.target_mean:.4f}")
     print_line(str(output))

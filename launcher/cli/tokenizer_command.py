@@ -77,7 +77,7 @@ def train_new_tokenizer(
             amount = read_so_far(sample.documents, sample.text_bytes)
             update(source.num_bytes, note=f"{amount} read, learning {vocab_size:,} pieces", amount=sample.text_bytes)
             if was_kept:
-                note(f"going on: the {amount} of {source.spec} are read")
+                note(f"resuming: {amount} of {source.spec} already read")
 
         tokenizer = interruptible(
             lambda: train_tokenizer(
@@ -113,9 +113,9 @@ def _say_trained(output: Path, vocab_size: int, sample: TextSample, max_text_byt
     print_line(f"{output}: {vocab_size:,} ids, trained on {trained_on}.")
     if sample.marked:
         print_line(
-            f"{format_count(sample.marked, 'document')} with U+2581, which SentencePiece writes for a space: "
+            f"{format_count(sample.marked, 'document')} with U+2581, SentencePiece's mark for a space: "
             "this tokenizer "
-            "spells it in its three bytes, so it comes back."
+            "encodes it as three bytes, so it decodes exactly."
         )
 
 
@@ -151,4 +151,4 @@ def show(
     if ids is not None:
         print_line(table(["id", "piece"], [[str(token), repr(loaded.piece(token))] for token in ids]))
         if loaded.decode(ids) != text:
-            print_line(f"The text does not come back exactly, but as {loaded.decode(ids)!r}.")
+            print_line(f"The text does not decode exactly, but to {loaded.decode(ids)!r}.")

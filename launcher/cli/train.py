@@ -59,10 +59,7 @@ def _fit_context(settings: Sequence[str], ranks: int, context: int) -> tuple[str
     if not ranks or ranks % context == 0 or chosen & {"config", "parallel.context", "run.start_from"}:
         return tuple(settings)
     fitting = str(math.gcd(ranks, context))
-    note(
-        f"The quickstart's parallel.context={context} does not divide {format_count(ranks, 'rank')}: it is "
-        f"{fitting} here."
-    )
+    note(f"The quickstart's parallel.context={context} does not divide {format_count(ranks, 'rank')}: using {fitting}.")
     return (*settings, "--parallel.context", fitting)
 
 
@@ -100,19 +97,21 @@ def start(verb: str, script: str, arguments: Sequence[str], *, ranks: int, hostf
 
     if "RANK" in os.environ:
         raise ConfigError(
-            f"longctx {verb} starts ranks itself, and a launcher has started this process as one (RANK is set).\n"
-            f"Let the launcher start launcher/{script}, or type longctx {verb} without it."
+            f"longctx {verb} starts ranks itself, but a launcher started this process as a rank (RANK is set).\n"
+            f"Let the launcher start launcher/{script}, or run longctx {verb} without it."
         )
     check_tasks(take_flag(list(arguments), "--run.hostfile")[1] or "launcher", arguments, script=f"launcher/{script}")
     if hostfile and ranks:
-        raise ConfigError(f"--ranks {ranks} is of this machine, and --hostfile {hostfile} names them all. Give one.")
+        raise ConfigError(
+            f"--ranks {ranks} is for this machine only, and --hostfile {hostfile} sets all ranks. Give one of them."
+        )
     if not 0 <= ranks <= MOST_RANKS:
-        raise ConfigError(f"--ranks {ranks} must be 1 to {MOST_RANKS}, or 0 for one each GPU.")
+        raise ConfigError(f"--ranks {ranks} must be 1 to {MOST_RANKS}, or 0 for one per GPU.")
     if hostfile:
         return _run_on_hosts(command_line(verb), hostfile, script, arguments)
     if verb == "generate" and sys.stdin.isatty() and not _names_prompts(arguments):
         raise ConfigError(
-            "--ranks: several ranks read no terminal. Give the turns in a file: longctx generate … < F.txt"
+            "--ranks: several ranks cannot read a terminal. Give the prompts in a file: longctx generate … < F.txt"
         )
     # Without GPUs to count, the settings determine the ranks.
     if not ranks and _on_cpu(arguments):
@@ -158,7 +157,7 @@ def _run_on_hosts(called: str, hostfile: str, script: str, arguments: Sequence[s
     if offline:
         raise ClusterError(
             f"{', '.join(offline)} of {hostfile} does not answer over ssh without a password.\n"
-            f"{command_line('doctor', '--hostfile', hostfile)} asks each host and says what is wrong there."
+            f"{command_line('doctor', '--hostfile', hostfile)} checks each host and reports the cause."
         )
     stop = SignalForwarder()
     with stop.listening():

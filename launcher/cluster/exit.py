@@ -52,7 +52,7 @@ BACKGROUND = "longctx-background "
 _FIRST_FAILURE_SECONDS = 3.0
 """How long a rank that lost contact with another one waits to hear why."""
 
-_GO_ON = "Interrupted. Go on from the newest checkpoint with --run.resume latest."
+_GO_ON = "Interrupted. Resume from the newest checkpoint with --run.resume latest."
 
 
 def is_for_console(record: logging.LogRecord) -> bool:
@@ -76,7 +76,7 @@ def run_script(
     ``on_orphaned`` is called in a thread once the launcher, or the launcher's parent, is gone.
     """
     if was_orphaned(FIRST_PARENT):
-        on_orphaned("what started this rank")
+        on_orphaned("this rank's launcher")
     ancestors = find_launcher_chain()
     speak_where_typed(ancestors)
     watch_launcher_processes(ancestors, on_orphaned)
@@ -213,17 +213,17 @@ def _local_report(error: BaseException) -> str:
     if _is_peer_error(error):
         return f"{who} lost contact with another rank and stops: {str(error).splitlines()[0]}"
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
-        return f"{who} could not write: {error}.\nFree some space, then go on with --run.resume latest."
+        return f"{who} could not write: {error}.\nFree some space, then resume with --run.resume latest."
     if isinstance(error, OSError) and error.errno == errno.EIO:
-        return f"{who} met a disk that fails: {error}.\nGo on from another one with --run.resume latest."
+        return f"{who} hit a disk error: {error}.\nUse another disk, then resume with --run.resume latest."
     if isinstance(error, OSError) and error.errno in _DISK_GONE:
         return (
             f"{who} can no longer write: {error}.\n"
-            "Its folder or file system was removed, unmounted or made read-only. Mend that, then go on with "
+            "Its folder or file system was removed, unmounted or made read-only. Fix that, then resume with "
             "--run.resume latest."
         )
     trace = "".join(traceback.format_exception(error))
-    return f"{who} met an unexpected error; this is a fault of longctx:\n{trace}"
+    return f"{who} hit an unexpected error; this is a bug in longctx:\n{trace}"
 
 
 def _rank() -> int:

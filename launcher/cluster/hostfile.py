@@ -64,14 +64,14 @@ def read_hostfile(path: Path) -> dict[str, int]:
         text = read_bounded(path, _MOST_BYTES).decode()
     except FileNotFoundError as error:
         raise ClusterError(
-            f"hostfile {path} does not exist (looked in {Path.cwd()}); without it deepspeed would run on this machine "
-            "alone.\nGive an existing file to --hostfile; on one machine longctx train --ranks N needs none."
+            f"hostfile {path} does not exist (looked in {Path.cwd()}); without it deepspeed would run only on this "
+            "machine.\nGive an existing file to --hostfile; on one machine longctx train --ranks N needs no hostfile."
         ) from error
     except (OSError, ValueError) as error:
         raise ClusterError(f"hostfile {path} cannot be read: {error}.") from error
     if text.startswith(_MARK):
         raise ClusterError(
-            f"hostfile {path} begins with a byte order mark, which deepspeed would take for a part of its first host. "
+            f"hostfile {path} begins with a byte order mark, which deepspeed would read as part of the first host. "
             "Save it as UTF-8 without BOM."
         )
     slots: dict[str, int] = {}
@@ -79,18 +79,16 @@ def read_hostfile(path: Path) -> dict[str, int]:
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         control_char = _CONTROL.search(line)
         if control_char is not None:
-            raise ClusterError(
-                f"{path}:{number}: {shown(line)} has the character {control_char[0]!r} in it. Remove it."
-            )
+            raise ClusterError(f"{path}:{number}: {shown(line)} contains the character {control_char[0]!r}. Remove it.")
         fields = line.split("#")[0].split()
         if not fields:
             continue
         host, count = _parse_line(fields, f"{path}:{number}: {shown(line.strip())}")
         if host in slots:
-            raise ClusterError(f"{path}:{number}: host {host!r} is there twice. Give it one line with all its slots.")
+            raise ClusterError(f"{path}:{number}: host {host!r} is listed twice. Give it one line with all its slots.")
         slots[host] = count
     if not slots:
-        raise ClusterError(f"hostfile {path} names no host. Write one line a host, such as: localhost slots=2")
+        raise ClusterError(f"hostfile {path} lists no host. Write one line per host, such as: localhost slots=2")
     return slots
 
 
@@ -103,7 +101,7 @@ def check_host_name(host: str) -> None:
     """Raise ClusterError unless ``host`` is a valid host name that a shell and ssh read literally."""
     if not _HOST.fullmatch(host):
         raise ClusterError(
-            f"{host!r} is not the name of a host: letters, digits, dots and dashes, which starts with no dash."
+            f"{host!r} is not a host name: use letters, digits, '.', '-' and '_', and a letter or digit at both ends."
         )
 
 
@@ -151,9 +149,10 @@ def _parse_line(fields: list[str], where: str) -> tuple[str, int]:
         match = re.fullmatch(r"slots=([0-9]{1,6})", fields[1])
     if not match:
         raise ClusterError(
-            f"{where} is not `HOST slots=N`; a host is letters, digits, dots and dashes, and starts with no dash.\n"
+            f"{where} is not `HOST slots=N`; a host has letters, digits, '.', '-' and '_', and a letter or "
+            "digit at both ends.\n"
             "Write for example: node-01 slots=8"
         )
     if not 1 <= int(match[1]) <= _MOST_SLOTS:
-        raise ClusterError(f"{where}: slots must lie between 1 and {_MOST_SLOTS}.")
+        raise ClusterError(f"{where}: slots must be between 1 and {_MOST_SLOTS}.")
     return fields[0], int(match[1])

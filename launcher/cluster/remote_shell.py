@@ -76,7 +76,7 @@ def check_deepspeed_line(launch_words: Sequence[str], arguments: Sequence[str]) 
     _check_plain(launch_words[-1], "the script", "Give its path without them.", _PLAIN)
     for word in arguments:
         # deepspeed puts an argument with a space into double quotes.
-        hint = "Put the value into the file of --config, which no shell reads."
+        hint = "Put the value into the --config file, which no shell reads."
         _check_plain(word, "the argument", hint, _PLAIN_WORDS)
 
 
@@ -107,13 +107,13 @@ def check_assignment(line: str, where: str) -> None:
     if not equals or not _NAME.fullmatch(name):
         raise ConfigError(
             f"{where} is not KEY=VALUE.\n"
-            "deepspeed takes every line for an assignment: remove empty lines, comments and `export`."
+            "deepspeed reads every line as an assignment: remove empty lines, comments and `export`."
         )
     if not _VALUE.fullmatch(value):
         # Do not show the value: it may be a secret.
         raise _unsafe_text_error(
             f"{where}: the value of {name}",
-            "A value may be in single quotes, and may refer to variables there, as in PATH=/opt/bin:$PATH.",
+            "A value may be in single quotes, and may contain variables, as in PATH=/opt/bin:$PATH.",
         )
 
 
@@ -151,6 +151,6 @@ def _check_plain(word: str, subject: str, hint: str, rule: re.Pattern[str]) -> N
 
 def _unsafe_text_error(subject: str, hint: str) -> ConfigError:
     return ConfigError(
-        f"{subject} has characters in it that a shell does not read as they stand. Over several hosts deepspeed hands "
-        f"the whole line to a shell of each.\n{hint}"
+        f"{subject} contains characters that a shell does not read literally. With several hosts, deepspeed passes "
+        f"the full command line to a shell on each.\n{hint}"
     )

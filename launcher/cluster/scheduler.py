@@ -56,7 +56,7 @@ def _unranked_task_error(
     return ClusterError(
         f"{launcher_name} started {tasks} tasks without RANK and WORLD_SIZE: each would {alone} into the same folder.\n"
         f"This starts {tasks} ranks that work together:\n\n{line}\n\n"
-        f"Pass --run.hostfile none for {tasks} runs that know nothing of each other."
+        f"Pass --run.hostfile none for {tasks} independent runs."
     )
 
 

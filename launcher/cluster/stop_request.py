@@ -57,7 +57,7 @@ class Reason:
     def words(self) -> str:
         """Return one line with the cause, the rank and host, and the time."""
         timestamp = datetime.fromtimestamp(self.time).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
-        return f"The reason: {self.message}, heard by rank {self.rank} on {self.host} at {timestamp}."
+        return f"The reason: {self.message}, received by rank {self.rank} on {self.host} at {timestamp}."
 
 
 class StopRequest:
@@ -123,14 +123,14 @@ class StopRequest:
         """Request a stop because a launcher is gone; end the process if it cannot stop in time. Runs in a thread."""
         message = f"{launcher} is gone"
         self.request(Reason.on_this_rank(LAUNCHER, message))
-        how = "before the first step: there was nothing to save"
+        how = "before the first step: no training state to save"
         # Ranks can only stop together, after a step. If they agree in time, the run ends with a save, as on a signal.
         if self._has_started_steps:
             if self._stop_accepted.wait(self.launcher_timeout_seconds):
                 return
             how = (
                 f"without a save: its step took longer than run.orphan_seconds={self.launcher_timeout_seconds:g}.\n"
-                "Go on from the newest checkpoint with --run.resume latest"
+                "Resume from the newest checkpoint with --run.resume latest"
             )
         # A checkpoint that is being written is finished first.
         with self.saving:

@@ -28,15 +28,15 @@ _START = "longctx train"
 _USAGE = f"""\
 usage: {_START} [--ranks N | --hostfile H] [--config FILE|RECIPE] [--SECTION.KEY VALUE …]
 
-Train a model. A setting is its default, unless the recipe has another value, unless a flag has another one.
-Every key can stand in a TOML file too: `--train.lr 3e-4` is `lr = 3e-4` under [train].
-Defaults below are those of --config (without it, of the recipe quickstart)."""
+Train a model. Flags override the TOML file or recipe, and it overrides the defaults.
+Every key also works in a TOML file: `--train.lr 3e-4` is `lr = 3e-4` under [train].
+Defaults below come from --config (without it, from the recipe quickstart)."""
 _FLAGS = """\
 other flags:
   --config FILE|RECIPE      a TOML file, or a recipe by its name
-  --print-config            print all settings as TOML, and end
-  --print-schema            print the JSON schema of such a file, for editors, and end
-  --help all|SECTION|KEY    all settings, or those of a section, or one: --help model, --help train.lr"""
+  --print-config            print all settings as TOML, and exit
+  --print-schema            print the TOML file's JSON schema, for editors, and exit
+  --help all|SECTION|KEY    all settings, a section's, or one: --help model, --help train.lr"""
 _FIRST = (
     "data.train",
     "run.output_dir",
@@ -114,7 +114,7 @@ def help_text(config: RunConfig, section_or_key: str = "") -> str:
     if not parts:
         sections = ", ".join(f.name for f in dataclasses.fields(RunConfig))
         raise ConfigError(
-            f"--help {section_or_key}: there is no section or key of that name.{did_you_mean(section_or_key, known)}\n"
+            f"--help {section_or_key}: no such section or key.{did_you_mean(section_or_key, known)}\n"
             f"The sections are {sections}."
         )
     if not section_or_key:

@@ -144,7 +144,7 @@ def _adapter() -> TypeAdapter[RunConfig]:
 
 def _reject_timestamp(value: Any) -> None:
     """Raise ConfigError for a value that TOML has and JSON lacks: a date or a time."""
-    raise ConfigError(f"{value} is a date or a time, and no key takes one. Put text in quotes.")
+    raise ConfigError(f"{value} is a date or a time, and no key accepts one. Put text in quotes.")
 
 
 def _check_keys(values: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ def _check_keys(values: dict[str, Any]) -> None:
         loose = sorted(k for k, v in values.items() if not isinstance(v, dict))
         of = [key.rpartition(".")[0] for key in known if key.rpartition(".")[2] == loose[0]] or ["train", "data"]
         raise ConfigError(
-            f"{loose[0]!r} stands outside a section. Every key belongs to one: write it under "
+            f"{loose[0]!r} is outside a section. Every key belongs to one: write it under "
             f"{' or '.join(f'[{section}]' for section in of)}."
         )
     # Not pydantic's `extra="forbid"`, which suggests no alternative.

@@ -18,7 +18,7 @@ SHAPE_OF_ROPE = ("partial", "interleaved")
 _KEPT_BY_ANOTHER_KIND = ("theta", "original_max_positions", *SHAPE_OF_ROPE)
 """Keys in ``rope`` that every kind reads; the others configure one kind's scaling."""
 
-MAY_CHANGE = "A run that starts from it may change model.max_positions, model.window and how model.rope is stretched."
+MAY_CHANGE = "A run that starts from it may change model.max_positions, model.window and the scaling in model.rope."
 
 
 def is_hf_model_folder(folder: Path) -> bool:
@@ -76,9 +76,9 @@ def find_base(values: dict[str, Any], *, use_mtp: bool = False) -> ModelConfig |
         return None
     if preset != NO_PRESET:
         raise ConfigError(
-            f"model.preset={preset!r} and run.start_from={start_from!r} both say what the model is.\n"
+            f"model.preset={preset!r} and run.start_from={start_from!r} both set the model.\n"
             f"Leave model.preset out (on the command line: --model.preset {NO_PRESET}): the checkpoint's model is "
-            "taken, and [model] names only what shall change."
+            "used, and [model] sets only changes."
         )
     return started_model(start_from, mtp=use_mtp)
 
@@ -95,7 +95,7 @@ def find_start(start_from: str) -> Path:
     except CheckpointError as error:
         raise CheckpointError(
             f"run.start_from={start_from!r}: {error}\n"
-            "Name the folder of a checkpoint, of a run, or of a Hugging Face model, which is not downloaded by itself. "
+            "Give the folder of a checkpoint, a run or a downloaded Hugging Face model. "
             "A plan reads no weights: a folder with the model's config.json is enough for it."
         ) from error
 
@@ -217,7 +217,7 @@ def resolve_model(config: RunConfig, base: ModelConfig | None, named: Set[str]) 
     if config.model.config().has_constant_gates:
         raise ConfigError(
             "model.experts_per_token=1 with model.normalize_gates=true makes every gate 1: the routers of a new model "
-            "would learn nothing from its loss.\nTry --model.normalize_gates false, or --model.experts_per_token 2."
+            "would get no gradient from its loss.\nTry --model.normalize_gates false, or --model.experts_per_token 2."
         )
     return config
 
@@ -225,11 +225,11 @@ def resolve_model(config: RunConfig, base: ModelConfig | None, named: Set[str]) 
 def _check_changes(config: RunConfig, base: ModelConfig) -> None:
     fixed = fixed_differences(base, config.model.config())
     if fixed:
-        lines = [f"run.start_from={config.run.start_from!r} is of another model:"]
+        lines = [f"run.start_from={config.run.start_from!r} has a different model:"]
         lines.extend(
             f"  model.{name}: checkpoint {saved!r}, run {current!r}" for name, (saved, current) in fixed.items()
         )
-        lines.append(f"{MAY_CHANGE} Leave the other fields out: they are the checkpoint's.")
+        lines.append(f"{MAY_CHANGE} Leave the other fields out: the checkpoint sets them.")
         raise ConfigError("\n".join(lines))
 
 
@@ -237,8 +237,8 @@ def _check_rate(config: RunConfig, named: Set[str]) -> None:
     """Raise ConfigError unless the learning rate was chosen: the default for new weights would undo trained ones."""
     if "train.lr" not in named:
         raise ConfigError(
-            f"run.start_from={config.run.start_from!r} goes on with trained weights, and train.lr is not set; "
-            f"its default, {config.train.lr:g}, is for new ones.\nSet it, such as --train.lr 2e-5."
+            f"run.start_from={config.run.start_from!r} starts from trained weights, and train.lr is not set; "
+            f"its default, {config.train.lr:g}, is for new weights.\nSet it, such as --train.lr 2e-5."
         )
 
 
@@ -260,9 +260,9 @@ def _complete(model: ModelSection, named: Set[str]) -> ModelSection:
     missing = [f"model.{name}" for name in sizes if f"model.{name}" not in named]
     if missing:
         raise ConfigError(
-            "The config says no model: without model.preset and run.start_from, [model] names the sizes itself. "
+            "The config defines no model: without model.preset and run.start_from, [model] must set its sizes. "
             f"Missing: {', '.join(missing)}.\n"
-            f"Name them, or take a preset (--model.preset {' | '.join(sorted(PRESETS))}), or a checkpoint's model "
+            f"Set them, or use a preset (--model.preset {' | '.join(sorted(PRESETS))}), or a checkpoint's model "
             "(--run.start_from DIR)."
         )
     return dataclasses.replace(model, **derived)

@@ -20,12 +20,12 @@ def check_objective(config: RunConfig) -> None:
     objective, causal = config.train.objective, config.model.causal
     if objective == "causal" and not causal:
         raise ConfigError(
-            "train.objective=causal predicts the next token, and with model.causal=false every token sees it.\n"
+            "train.objective=causal predicts the next token, but model.causal=false lets every token attend to it.\n"
             "Try --train.objective masked, or --model.causal true."
         )
     if objective == "masked" and causal:
         raise ConfigError(
-            "train.objective=masked hides tokens, and a causal model sees only what lies before them.\n"
+            "train.objective=masked needs context on both sides, but a causal model attends only to earlier tokens.\n"
             "Try --model.causal false, or --train.objective causal."
         )
     if objective == "masked":
@@ -33,13 +33,13 @@ def check_objective(config: RunConfig) -> None:
         assert config.mask is not None
         if config.validation.sample_tokens:
             raise ConfigError(
-                f"validation.sample_tokens={config.validation.sample_tokens} is text that a model goes on with, and "
-                "one that sees both sides continues nothing. Set validation.sample_tokens=0."
+                f"validation.sample_tokens={config.validation.sample_tokens} needs a model that generates text, and "
+                "a bidirectional one cannot. Set validation.sample_tokens=0."
             )
         if config.data.fim_rate:
             raise ConfigError(
-                f"data.fim_rate={config.data.fim_rate} is for train.objective=causal: what fills a gap is read behind "
-                "it. Set data.fim_rate=0."
+                f"data.fim_rate={config.data.fim_rate} is for train.objective=causal: fill-in-the-middle needs a "
+                "causal model. Set data.fim_rate=0."
             )
     # An option without effect is an error: its user expects one.
     for reader, names in _READ_BY.items():
@@ -47,7 +47,7 @@ def check_objective(config: RunConfig) -> None:
             value, default = getattr(config.data, name), getattr(DataSection(), name)
             if value != default and name not in _READ_BY.get(objective, ()):
                 raise ConfigError(
-                    f"data.{name}={value} means nothing to train.objective={objective}. Leave it out, or set "
+                    f"data.{name}={value} has no effect with train.objective={objective}. Leave it out, or set "
                     f"train.objective={reader}."
                 )
 
@@ -57,12 +57,12 @@ def _check_mtp(config: RunConfig) -> None:
     blocks, weight = config.model.mtp_layers, config.train.mtp_weight
     if blocks and not weight:
         raise ConfigError(
-            f"model.mtp_layers={blocks}: nothing but the loss of train.mtp_weight trains these blocks, and it is 0.\n"
-            "Try --train.mtp_weight 0.1, or model.mtp_layers=0 (of a Hugging Face folder they are carried along then)."
+            f"model.mtp_layers={blocks}: only the loss of train.mtp_weight trains these blocks, and it is 0.\n"
+            "Try --train.mtp_weight 0.1, or model.mtp_layers=0 (blocks of a Hugging Face folder are then kept as is)."
         )
     if weight and not blocks:
         raise ConfigError(
-            f"train.mtp_weight={weight} is the weight of blocks for multi-token prediction, and the model has none "
+            f"train.mtp_weight={weight} weights the loss of multi-token prediction blocks, but the model has none "
             "(model.mtp_layers=0).\nSet model.mtp_layers=1, import a folder that has them with convert --mtp, or set "
             "train.mtp_weight=0."
         )
@@ -74,15 +74,15 @@ def _check_pair_head(config: RunConfig) -> None:
     if head == "none":
         return
     for name, wanted, why in (
-        ("train.objective", "masked", "its segments are read beside masked tokens"),
-        ("train.chunk_tokens", 0, "by chunks no hidden state of a first token is ever whole"),
-        ("data.packing", "best_fit", "two segments are whole"),
-        ("data.min_rest_tokens", 1, "two segments are whole"),
+        ("train.objective", "masked", "its segments are trained with masked tokens"),
+        ("train.chunk_tokens", 0, "layers by chunks never hold the first token's full hidden state"),
+        ("data.packing", "best_fit", "both segments must be complete"),
+        ("data.min_rest_tokens", 1, "both segments must be complete"),
     ):
         value = config.value(name)
         if value != wanted and (name, value) != ("data.packing", "one_document"):
             raise ConfigError(
-                f"{name}={value} goes with no pair head (model.pair_head={head}): {why}. Set {name}={wanted}."
+                f"{name}={value} does not work with a pair head (model.pair_head={head}): {why}. Set {name}={wanted}."
             )
     assert config.examples is not None
     config.examples.most_tokens(config.data.seq_len, 0)
@@ -95,13 +95,13 @@ def _check_pairs(config: RunConfig) -> None:
         raise ConfigError(f"data.source_seq_len={source} must not be negative; 0 is for texts.")
     if config.train.objective == "spans" and not layers:
         raise ConfigError(
-            "train.objective=spans has an encoder read what is left of a text, and model.encoder_layers=0.\n"
+            "train.objective=spans needs an encoder for the corrupted text, but model.encoder_layers=0.\n"
             "Set model.encoder_layers and data.source_seq_len, or train.objective=masked with model.causal=false."
         )
     if bool(source) != bool(layers):
         raise ConfigError(
-            f"model.encoder_layers={layers} and data.source_seq_len={source}: an encoder reads the sources of pairs, "
-            "and nothing else does.\nSet both, or neither."
+            f"model.encoder_layers={layers} and data.source_seq_len={source}: an encoder reads the pairs' sources, "
+            "and the two go together.\nSet both, or neither."
         )
     if not layers:
         return
@@ -110,19 +110,23 @@ def _check_pairs(config: RunConfig) -> None:
         assert config.examples is not None
         config.examples.most_tokens(config.data.seq_len, source)
     for name, wanted, why in (
-        ("train.objective", "causal", "the target's next token is predicted, of pairs (causal) or of texts (spans)"),
-        ("data.fim_rate", 0, "pairs are whole"),
+        (
+            "train.objective",
+            "causal",
+            "the decoder predicts the target's next token, from pairs (causal) or texts (spans)",
+        ),
+        ("data.fim_rate", 0, "pairs must be complete"),
         ("data.packing", "best_fit", "rows of pairs have two lengths"),
-        ("data.min_rest_tokens", 1, "pairs are whole"),
-        ("parallel.tokens_per_rank", 0, "rows side by side are dealt out by one length"),
+        ("data.min_rest_tokens", 1, "pairs must be complete"),
+        ("parallel.tokens_per_rank", 0, "side-by-side rows are assigned by one length"),
     ):
         value = config.value(name)
         if value != wanted and (name, value) not in (("data.packing", "one_document"), ("train.objective", "spans")):
             raise ConfigError(
-                f"{name}={value} goes with no pairs (data.source_seq_len={source}): {why}. Set {name}={wanted}."
+                f"{name}={value} does not work with pairs (data.source_seq_len={source}): {why}. Set {name}={wanted}."
             )
     if config.model.position == "learned" and source > config.model.max_positions:
         raise ConfigError(
-            f"data.source_seq_len={source} is longer than the table of learned positions, model.max_positions="
+            f"data.source_seq_len={source} exceeds the table of learned positions, model.max_positions="
             f"{config.model.max_positions}.\nTry --data.source_seq_len {config.model.max_positions}."
         )

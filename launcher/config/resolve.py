@@ -106,7 +106,7 @@ def _dtype(config: RunConfig, machine: TargetMachine) -> RunConfig:
         raise ConfigError(
             "zero.stage=0 with train.dtype=auto would train in float32 on a GPU, at a fraction of its speed: "
             "DeepSpeed has no float32 accumulation of bfloat16 in that stage.\n"
-            "Try zero.stage=2, or train.dtype=float32 where that is meant."
+            "Try zero.stage=2, or train.dtype=float32 if that is intended."
         )
     return config.changed({"train.dtype": dtype})
 
@@ -154,12 +154,12 @@ def _compile(config: RunConfig, machine: TargetMachine, data: Data) -> Choice:
     if not problem:
         return Choice(
             config.changed({"train.compile": "on"}),
-            f"Blocks are compiled (train.compile={requested}): the first step takes longer, and longer still where the "
-            "cache of compiled code is empty.",
+            f"Blocks are compiled (train.compile={requested}): the first step takes longer, especially with an "
+            "empty cache of compiled code.",
         )
     if requested == "on":
         raise ConfigError(f"train.compile=on, but {problem}.\nInstall it there, or set train.compile=off.")
-    why = f"train.compile=auto is off, for {problem}. Steps take longer than they could."
+    why = f"train.compile=auto is off: {problem}. Steps take longer than with it."
     return Choice(config.changed({"train.compile": "off"}), why, is_warning=True)
 
 
@@ -179,8 +179,8 @@ def _validation(config: RunConfig, machine: TargetMachine, data: Data) -> Choice
         return Choice(config)
     why = (
         f"data.train={data.name} holds no held-out documents, so this run never validates.\n"
-        "Name a shard folder as data.validation, or build the data with a larger --validation-fraction; "
-        "validation.rows=0 says that it is meant."
+        "Set data.validation to a shard folder, or build the data with a larger --validation-fraction; "
+        "validation.rows=0 turns validation off."
     )
     return Choice(config.changed({"validation.rows": 0}), why, is_warning=True)
 

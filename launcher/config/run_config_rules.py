@@ -50,7 +50,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
     tokens = padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows)
     if config.model.position == "learned" and config.data.seq_len > config.model.max_positions:
         raise ConfigError(
-            f"data.seq_len={config.data.seq_len} is longer than the table of learned positions, "
+            f"data.seq_len={config.data.seq_len} exceeds the table of learned positions, "
             f"model.max_positions={config.model.max_positions}.\nTry --data.seq_len {config.model.max_positions}."
         )
     check_choice(config.parallel.layout, tokens, config.parallel.context, config.parallel.ulysses)
@@ -121,13 +121,13 @@ def _check_routing(config: RunConfig) -> None:
     folders = {key: getattr(config.train, key) for key in ("record_routing", "replay_routing")}
     for key, folder in folders.items():
         if not folder.strip():
-            raise ConfigError(f"train.{key}={folder!r} must name a folder. Try {key}=no for none.")
+            raise ConfigError(f"train.{key}={folder!r} must name a folder. Try {key}=no to turn it off.")
     # Resolve paths, so that two spellings of one folder compare equal.
     given = [Path(folder).resolve() for folder in folders.values() if folder != "no"]
     if len(given) != len(set(given)):
         raise ConfigError(
             f"train.record_routing and train.replay_routing are the same folder, {folders['record_routing']!r}: each "
-            "step would overwrite what it has read. Name another one for train.record_routing."
+            "step would overwrite its own input. Set another folder for train.record_routing."
         )
 
 
@@ -140,7 +140,7 @@ def _refuse_expert_options(config: RunConfig) -> None:
             continue
         if value != default:
             raise ConfigError(
-                f"{name}={value} means nothing to a model without experts (model.num_experts=0).\n"
+                f"{name}={value} has no effect on a model without experts (model.num_experts=0).\n"
                 f"Leave it out ({name}={default}), or set model.num_experts."
             )
 
@@ -151,16 +151,16 @@ _STORES = "Try s3://BUCKET/RUN or gs://BUCKET/RUN."
 def store_place(address: str, key: str = "checkpoint.store") -> ObjectPath:
     """Parse a store address, the value of ``key``. Raise ConfigError if it is no store folder."""
     if not is_url(address):
-        raise ConfigError(f"{key}={address!r} is no URL of a store. {_STORES}")
+        raise ConfigError(f"{key}={address!r} is not a store URL. {_STORES}")
     try:
         place = locate(address)
     except DataError as error:
         # The address may contain a secret, so it is not shown.
         raise ConfigError(f"{key}: {error}") from None
     if not isinstance(place, ObjectPath):
-        raise ConfigError(f"{key}={address} is a folder of this machine, which no store is. {_STORES}")
+        raise ConfigError(f"{key}={address} is a local folder, not a store. {_STORES}")
     if not place.key:
-        raise ConfigError(f"{key}={address} is a whole bucket, which one run may not take. {_STORES}")
+        raise ConfigError(f"{key}={address} is a bucket, and a run needs a folder in it. {_STORES}")
     return place
 
 
@@ -224,7 +224,7 @@ def _check_ranges(config: RunConfig) -> None:
         value = getattr(config.train, name)
         # Adam divides by 1 − beta^step, and smoothing of 1 removes the target.
         if not 0 <= value <= 1 or (name != "final_lr_ratio" and value == 1):
-            raise ConfigError(f"train.{name}={value} must lie between 0 and 1.")
+            raise ConfigError(f"train.{name}={value} must be between 0 and 1.")
     _check_schedule(config.train)
 
 
@@ -234,12 +234,12 @@ def _check_schedule(train: TrainSection) -> None:
         return
     if not train.warmup_steps:
         raise ConfigError(
-            "train.schedule=inverse_sqrt falls from the end of the warm-up, and train.warmup_steps=0.\n"
-            "Set train.warmup_steps, to 4000 say."
+            "train.schedule=inverse_sqrt decays after the warm-up, and train.warmup_steps=0.\n"
+            "Set it, such as train.warmup_steps=4000."
         )
     if train.final_lr_ratio != TrainSection().final_lr_ratio:
         raise ConfigError(
-            f"train.final_lr_ratio={train.final_lr_ratio} is where a cosine ends, and train.schedule=inverse_sqrt has "
+            f"train.final_lr_ratio={train.final_lr_ratio} is the end of a cosine, and train.schedule=inverse_sqrt has "
             "no end. Leave it out, or set train.schedule=cosine."
         )
 
@@ -251,7 +251,7 @@ def _check_retention(config: RunConfig) -> None:
         value = getattr(checkpoint, key)
         if value and not checkpoint.keep_last:
             raise ConfigError(
-                f"checkpoint.{key}={value} means nothing where checkpoint.keep_last=0 keeps all checkpoints.\n"
+                f"checkpoint.{key}={value} has no effect: checkpoint.keep_last=0 keeps all checkpoints.\n"
                 "Try checkpoint.keep_last=1."
             )
     every, steps = checkpoint.keep_every, checkpoint.every_steps
@@ -260,20 +260,20 @@ def _check_retention(config: RunConfig) -> None:
         if steps:
             nearest = max(1, round(every / steps)) * steps
         raise ConfigError(
-            f"checkpoint.keep_every={every} is not a multiple of checkpoint.every_steps={steps}: no checkpoint is of "
+            f"checkpoint.keep_every={every} is not a multiple of checkpoint.every_steps={steps}: no save is at "
             f"such a step. Try checkpoint.keep_every={nearest}."
         )
     if not checkpoint.keep_best:
         return
     if not validation.rows:
         raise ConfigError(
-            f"checkpoint.keep_best={checkpoint.keep_best} goes by the held-out loss, and validation.rows=0 never "
-            "validates. Try validation.rows=16."
+            f"checkpoint.keep_best={checkpoint.keep_best} compares held-out losses, and validation.rows=0 turns "
+            "validation off. Try validation.rows=16."
         )
     # At the last step both happen; earlier checkpoints need a validation at their own step.
     if steps and (not validation.every_steps or steps % validation.every_steps):
         raise ConfigError(
-            f"checkpoint.keep_best={checkpoint.keep_best} goes by the held-out loss of the weights that are saved, and "
+            f"checkpoint.keep_best={checkpoint.keep_best} compares held-out losses of saved weights, but "
             f"checkpoint.every_steps={steps} is not a multiple of validation.every_steps={validation.every_steps}.\n"
             f"Try validation.every_steps={steps}."
         )

@@ -24,21 +24,21 @@ def check_kept(config: RunConfig) -> None:
         if train.chunk_tokens:
             key, value = "chunk_tokens", str(train.chunk_tokens)
         raise ConfigError(
-            f"train.recompute_experts=none means nothing with train.{key}={value}: blocks are computed again, and "
-            "their experts with them.\nLeave it out, or set train.keep=all and train.chunk_tokens=0."
+            f"train.recompute_experts=none has no effect with train.{key}={value}: blocks are recomputed, with "
+            "their experts.\nLeave it out, or set train.keep=all and train.chunk_tokens=0."
         )
     _check_chunks(config)
     if train.store == "device":
         return
     if config.model.num_layers < 2 and not train.chunk_tokens:
         raise ConfigError(
-            f"train.store={train.store} means nothing to a model of one layer: what the last layer keeps stays on the "
-            "device, which wants it at once.\nTry train.store=device."
+            f"train.store={train.store} has no effect on a one-layer model: the last layer's activations stay on the "
+            "device for the backward.\nTry train.store=device."
         )
     if not config.zero.pin_memory:
         raise ConfigError(
-            f"train.store={train.store} copies to page-locked memory, of which zero.pin_memory=False says that this "
-            "machine allows too little.\nTry train.store=device, or zero.pin_memory=true (ulimit -l)."
+            f"train.store={train.store} copies to page-locked memory, and zero.pin_memory=False "
+            "turns it off.\nTry train.store=device, or zero.pin_memory=true (ulimit -l)."
         )
 
 
@@ -54,19 +54,19 @@ def _check_chunks(config: RunConfig) -> None:
     train, model = config.train, config.model
     if train.chunk_tokens != "auto" and train.chunk_tokens < 0:
         raise ConfigError(
-            f"train.chunk_tokens={train.chunk_tokens} must be at least 0. Try 8192, 0 for whole rows, or auto."
+            f"train.chunk_tokens={train.chunk_tokens} must be at least 0. Try 8192, 0 for full rows, or auto."
         )
     if bool(train.store_path) != (train.store == "disk"):
         raise ConfigError(
-            f"train.store={train.store} and train.store_path={train.store_path!r} do not go together: the folder is "
-            "that of train.store=disk.\nTry --train.store disk --train.store_path /local/disk, or leave both out."
+            f"train.store={train.store} and train.store_path={train.store_path!r} conflict: train.store=disk needs a "
+            "folder, other stores use none.\nTry --train.store disk --train.store_path /local/disk, or leave both out."
         )
     if not train.chunk_tokens:
         if train.store == "disk":
-            raise ConfigError("train.store=disk is for layers by chunks.\nTry --train.chunk_tokens 8192.")
+            raise ConfigError("train.store=disk needs layers by chunks.\nTry --train.chunk_tokens 8192.")
         if train.head_groups != 1:
             raise ConfigError(
-                f"train.head_groups={train.head_groups} is for layers by chunks.\nTry --train.chunk_tokens 8192."
+                f"train.head_groups={train.head_groups} needs layers by chunks.\nTry --train.chunk_tokens 8192."
             )
         return
     key_heads = model.num_kv_heads
@@ -89,8 +89,8 @@ def _check_chunks(config: RunConfig) -> None:
         )
     if train.head_groups not in fits:
         raise ConfigError(
-            f"train.head_groups={train.head_groups} must divide the {key_heads} key heads, or cut the query heads of "
-            f"each evenly, and leave query heads of a group that parallel.ulysses={ulysses} divides.\n"
+            f"train.head_groups={train.head_groups} must divide the {key_heads} key heads, or split each one's query "
+            f"heads evenly, and parallel.ulysses={ulysses} must divide each group's query heads.\n"
             f"Try train.head_groups={closest_value(train.head_groups, fits)} (any of {fits})."
         )
 

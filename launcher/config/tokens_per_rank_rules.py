@@ -36,15 +36,15 @@ def with_context(config: C, world_size: int) -> C:
     check_degrees(world_size, context=ranks, ulysses=parallel.ulysses, expert=parallel.expert)
     if parallel.layout not in _LAYOUTS:
         raise ConfigError(
-            f"parallel.layout={parallel.layout} spreads every document over all ranks, and parallel.tokens_per_rank="
-            f"{most} asks for as few as hold it.\nTry --parallel.layout auto (any of {list(_LAYOUTS)})."
+            f"parallel.layout={parallel.layout} spreads every document over all ranks, but parallel.tokens_per_rank="
+            f"{most} uses as few as possible.\nTry --parallel.layout auto (any of {list(_LAYOUTS)})."
         )
     rows = _largest_rows(config, ranks, world_size)
     if config.train.micro_batch_rows not in (1, rows):
         raise ConfigError(
             f"train.micro_batch_rows={config.train.micro_batch_rows} contradicts parallel.tokens_per_rank={most}, "
-            f"which comes to {rows}: {ranks} ranks hold {rows_at_once(config.data.seq_len, ranks, most)} rows of "
-            f"{config.data.seq_len} tokens at most.\nLeave train.micro_batch_rows out (1), or set "
+            f"which gives {rows}: {ranks} ranks hold at most {rows_at_once(config.data.seq_len, ranks, most)} rows of "
+            f"{config.data.seq_len} tokens.\nLeave train.micro_batch_rows out (1), or set "
             "--parallel.tokens_per_rank 0."
         )
     return config.changed({"parallel.context": ranks, "train.micro_batch_rows": rows})
@@ -56,8 +56,8 @@ def _largest_rows(config: RunConfig, ranks: int, world_size: int) -> int:
     at_once = rows_at_once(seq_len, ranks, most)
     if not at_once:
         raise ConfigError(
-            f"data.seq_len={seq_len} is more than the {ranks} ranks that share a micro-batch may hold: "
-            f"parallel.tokens_per_rank={most} on each is {ranks * most} in all.\nTry --parallel.tokens_per_rank "
+            f"data.seq_len={seq_len} does not fit on the {ranks} ranks that share a micro-batch: "
+            f"parallel.tokens_per_rank={most} on each is {ranks * most} in total.\nTry --parallel.tokens_per_rank "
             f"{-(-seq_len // ranks)}, --data.seq_len {ranks * most}, or {-(-seq_len // most)} ranks."
         )
     # ``tokens`` must cover full rows on every data rank. Rows per rank need not be a multiple of ``at_once``:

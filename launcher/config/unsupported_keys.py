@@ -8,14 +8,14 @@ from collections.abc import Collection
 from longctx.errors import ConfigError
 
 _NO_MICS = (
-    "DeepSpeed has no MiCS any more. It says: MiCS ZeRO-3 sharding has been removed.\n"
-    "Try zero.stage=3 with zero.hpz_partition_size, the ranks of a node: backward gathers weights within them, and "
-    "state is spread over all ranks."
+    "DeepSpeed has removed MiCS ZeRO-3 sharding.\n"
+    "Try zero.stage=3 with zero.hpz_partition_size, the ranks per node: backward gathers weights within a node, and "
+    "optimizer state is partitioned over all ranks."
 )
 _REMOVED_KEYS = {
-    "data.changed_exclusions": "shards are left out by `longctx data build --without` alone. Delete the key.",
+    "data.changed_exclusions": "only `longctx data build --without` leaves shards out. Delete the key.",
     "train.recompute": (
-        "train.keep says what survives of each block until backward.\n"
+        "train.keep sets the activations that each block saves for backward.\n"
         'Write keep = "attention" for recompute = true and keep = "all" for recompute = false; on the command line '
         "--train.keep attention."
     ),
@@ -24,11 +24,11 @@ _REMOVED_KEYS = {
 }
 """Keys from earlier versions and DeepSpeed for which the nearest known name would mislead."""
 
-_TOKENS = "train.tokens_per_step is all tokens of a step; as many micro-batches follow as that takes"
+_TOKENS = "train.tokens_per_step is the global batch in tokens, and sets the number of micro-batches"
 _DTYPE = 'train.dtype is "bfloat16" or "float32", without loss scaling'
-_MEMORY = 'train.keep is "attention" or "inputs" where blocks are computed again'
-_STEPS = "train.steps counts steps; the start says how many passes over the data they are"
-_NO_TENSOR = "a row is shared by parallel.context, weights by zero.stage = 3, experts by parallel.expert"
+_MEMORY = 'to recompute blocks, set train.keep to "attention" or "inputs"'
+_STEPS = "train.steps counts steps; the first log lines have their number of passes over the data"
+_NO_TENSOR = "parallel.context shards rows, zero.stage = 3 shards weights, parallel.expert shards experts"
 _OTHER_TRAINER_KEYS = {
     "learning_rate": "train.lr",
     "max_steps": "train.steps",
@@ -38,7 +38,7 @@ _OTHER_TRAINER_KEYS = {
     "epochs": _STEPS,
     "warmup_ratio": "train.warmup_steps",
     "lr_scheduler_type": 'train.schedule, "cosine" or "inverse_sqrt"',
-    "min_lr": "train.final_lr_ratio, a share of train.lr",
+    "min_lr": "train.final_lr_ratio, a fraction of train.lr",
     "max_grad_norm": "train.clip_norm",
     "gradient_clipping": "train.clip_norm",
     "clip_grad": "train.clip_norm",
@@ -63,7 +63,7 @@ _OTHER_TRAINER_KEYS = {
     "seq_length": "data.seq_len",
     "sequence_len": "data.seq_len",
     "block_size": "data.seq_len",
-    "sample_packing": 'data.packing, "best_fit" unless given',
+    "sample_packing": 'data.packing, "best_fit" by default',
     "dataset": "data.train, a folder that `longctx data build` makes",
     "datasets": "data.train, a folder that `longctx data build` makes",
     "dataset_name": "data.train, a folder that `longctx data build` makes",
@@ -80,9 +80,9 @@ _OTHER_TRAINER_KEYS = {
     "save_total_limit": "checkpoint.keep_last",
     "eval_steps": "validation.every_steps",
     "eval_interval": "validation.every_steps",
-    "deepspeed": "zero.stage and the other keys of [zero]; no file of DeepSpeed's is read",
+    "deepspeed": "zero.stage and the other keys of [zero]; no DeepSpeed file is read",
     "zero_optimization": "zero.stage and the other keys of [zero]",
-    "fsdp": "zero.stage, 3 to spread weights over all ranks",
+    "fsdp": "zero.stage, 3 to partition weights over all ranks",
     "context_parallel_size": "parallel.context",
     "context_parallel_degree": "parallel.context",
     "sequence_parallel_size": "parallel.context",
@@ -111,4 +111,4 @@ def reject_unsupported_keys(names: Collection[str], known: Collection[str]) -> N
             # A single key, perhaps with its values; otherwise a sentence.
             if re.match(r"[a-z]+\.[a-z_]+(,|$)", ours):
                 ours = f"it is {ours}"
-            raise ConfigError(f"there is no key {name} here: {ours}.\n`longctx train --help all` has all keys.")
+            raise ConfigError(f"there is no key {name} here: {ours}.\n`longctx train --help all` lists all keys.")

@@ -62,7 +62,7 @@ def check_zero_section(config: RunConfig, world_size: int) -> None:
     size = config.zero.allgather_bucket_size
     if size < 2 or size % 2:
         raise ConfigError(
-            f"zero.allgather_bucket_size={size} must be even and at least 2: DeepSpeed aligns what it sends to pairs "
+            f"zero.allgather_bucket_size={size} must be even and at least 2: DeepSpeed aligns its buffers to pairs "
             f"of values.\nTry {max(2, size + size % 2)}."
         )
     _check_hpz(config, world_size)
@@ -86,7 +86,7 @@ def _check_stage_reads(config: RunConfig) -> None:
             if len(stages) == 1:
                 read_by = f"only stage {stages[0]} reads it"
             raise ConfigError(
-                f"zero.{key}={value} means nothing in zero.stage={config.zero.stage}: {read_by}.\n"
+                f"zero.{key}={value} has no effect in zero.stage={config.zero.stage}: {read_by}.\n"
                 f"Leave it out (zero.{key}={default}), or set zero.stage={stages[-1]}."
             )
 
@@ -95,37 +95,37 @@ def _check_offload(config: RunConfig) -> None:
     """Raise ConfigError for offloading without a path or with Muon, or page-locking options without offloading."""
     if config.train.optimizer == "muon" and config.zero.offload != "none":
         raise ConfigError(
-            f"zero.offload={config.zero.offload} has DeepSpeed's AdamW update what is offloaded, and train.optimizer="
-            "muon is another optimiser.\nSet zero.offload=none, or train.optimizer=adamw."
+            f"zero.offload={config.zero.offload} updates offloaded weights with DeepSpeed's AdamW, not train.optimizer="
+            "muon.\nSet zero.offload=none, or train.optimizer=adamw."
         )
     zero = config.zero
     if not zero.pin_memory and zero.offload == zero.offload_parameters == "none":
         raise ConfigError(
-            "zero.pin_memory=False means nothing where nothing is offloaded.\nLeave it out, or set zero.offload=cpu."
+            "zero.pin_memory=False has no effect without offload.\nLeave it out, or set zero.offload=cpu."
         )
     # DeepSpeed's stages 1 and 2 would silently treat nvme as cpu, so every misuse of nvme is an error here.
     swapped = [key for key in ("offload", "offload_parameters") if getattr(zero, key) == "nvme"]
     if not swapped:
         if zero.nvme_path:
             raise ConfigError(
-                f"zero.nvme_path={zero.nvme_path!r} means nothing: neither zero.offload nor zero.offload_parameters is "
+                f"zero.nvme_path={zero.nvme_path!r} has no effect: neither zero.offload nor zero.offload_parameters is "
                 "nvme.\nLeave it out, or set zero.offload=nvme."
             )
         return
     if _stage(config.zero) != 3:
         raise ConfigError(
             f"zero.{swapped[0]}=nvme needs zero.stage=3, and this is stage {_stage(config.zero)}: DeepSpeed's stages 1 "
-            "and 2 take it for cpu, and swap nothing.\nTry zero.stage=3, or zero.offload=cpu."
+            "and 2 treat it as cpu.\nTry zero.stage=3, or zero.offload=cpu."
         )
     if not zero.nvme_path:
         raise ConfigError(
-            f"zero.{swapped[0]}=nvme needs zero.nvme_path, a folder on a fast disk that each machine has for itself.\n"
+            f"zero.{swapped[0]}=nvme needs zero.nvme_path, a folder on each machine's own fast disk.\n"
             "Try --zero.nvme_path /local_nvme/swap."
         )
     if zero.offload_parameters == "nvme" and zero.hpz_partition_size > 1:
         raise ConfigError(
             f"zero.offload_parameters=nvme with zero.hpz_partition_size={zero.hpz_partition_size}: DeepSpeed makes "
-            "the second copy on a device of the name nvme, which PyTorch does not know.\n"
+            "hpZ's second copy on a device named nvme, which PyTorch does not know.\n"
             "Try zero.hpz_partition_size=1, or zero.offload_parameters=cpu."
         )
 
@@ -141,7 +141,7 @@ def _check_hpz(config: RunConfig, world_size: int) -> None:
     if config.parallel.expert > 1 and (size > 1 or config.zero.quantized_gradients):
         raise ConfigError(
             f"zero.hpz_partition_size={size} and zero.quantized_gradients={config.zero.quantized_gradients} with "
-            f"parallel.expert={config.parallel.expert}: DeepSpeed says that AutoEP with ZeRO Stage 3 supports neither "
+            f"parallel.expert={config.parallel.expert}: DeepSpeed's AutoEP with ZeRO Stage 3 supports neither "
             "hpZeRO secondary tensor groups nor zero_quantized_gradients yet.\n"
             "Leave them out, or set parallel.expert=1."
         )

@@ -143,8 +143,8 @@ def main(argv: list[str] | None = None) -> None:
     else:
         note(
             f"{options.help_pages} has no pages in {languages[0]} and {languages[1]}, so sums in words are "
-            "translated.\n"
-            "LibreOffice's help is better: apt-get install libreoffice-help-en-us libreoffice-help-de, or "
+            "used.\n"
+            "LibreOffice's help is better data: apt-get install libreoffice-help-en-us libreoffice-help-de, or "
             "LONGCTX_HELP_PAGES=FOLDER."
         )
     held_out, train, seen = [], [], set()

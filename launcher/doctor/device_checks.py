@@ -76,16 +76,16 @@ def check_devices(gpus: Sequence[Gpu], num_usable: int) -> list[CheckResult]:
     busy = [index for index, gpu in enumerate(gpus) if gpu.used_mib > _USED_MIB]
     if busy:
         value = ", ".join(f"GPU {index}: {gpus[index].used_mib / 1024:.1f} GiB" for index in busy)
-        hint = "Another process holds this memory: see nvidia-smi, or leave these GPUs out with deepspeed --include"
+        hint = "Another process uses this memory: check nvidia-smi, or leave these GPUs out with deepspeed --include"
         results.append(CheckResult.of("gpu memory", f"in use already: {value}", hint))
     return results
 
 
 def check_processor() -> CheckResult:
     """Report processor, cores, memory, and native bfloat16 support."""
-    bfloat16_support = "bfloat16 products in float32 (no native ones)"
+    bfloat16_support = "bfloat16 matmuls in float32 (no native ones)"
     if has_native_bfloat16():
-        bfloat16_support = "native bfloat16 products"
+        bfloat16_support = "native bfloat16 matmuls"
     memory = psutil.virtual_memory().total / 2**30
     # Cores available to this process, which a container or batch job may restrict, not all cores in the machine.
     cores = format_count(len(os.sched_getaffinity(0)), "core")
@@ -112,7 +112,7 @@ def describe_choice(choice: KernelChoice, request: KernelRequest) -> CheckResult
 def _gpu_summary(gpus: Sequence[Gpu], num_usable: int) -> str:
     cuda = f"CUDA {torch.version.cuda}"
     if not gpus:
-        return f"{format_count(num_usable, 'GPU')} for PyTorch, {cuda}; nvidia-smi tells nothing"
+        return f"{format_count(num_usable, 'GPU')} for PyTorch, {cuda}; nvidia-smi lists no GPU"
     # One name if all GPUs are the same model.
     names = sorted({f"{gpu.name} {gpu.total_mib / 1024:.0f} GiB" for gpu in gpus})
     return f"{num_usable} × {', '.join(names)}, driver {gpus[0].driver}, {cuda}"

@@ -110,10 +110,10 @@ def _first_own_address() -> str:
             ["hostname", "-I"], capture_output=True, text=True, timeout=_HOSTNAME_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise ClusterError("`hostname -I`, which deepspeed asks for the master address, fails there") from error
+        raise ClusterError("`hostname -I`, deepspeed's source of the master address, fails there") from error
     addresses = result.stdout.split()
     if not addresses:
-        raise ClusterError("`hostname -I`, which deepspeed asks for the master address, names none there")
+        raise ClusterError("`hostname -I`, deepspeed's source of the master address, prints no address there")
     return addresses[0]
 
 

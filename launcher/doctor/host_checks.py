@@ -56,13 +56,13 @@ def check_deepspeed_launch(slots: Mapping[str, int], own_name: str) -> list[Chec
     results = check_environment_files(environment_files())
     if len(slots) > 1:
         if shutil.which("pdsh") is None:
-            hint = "apt-get install pdsh: with it deepspeed starts ranks on other machines"
+            hint = "apt-get install pdsh: deepspeed starts ranks on other machines with it"
             results.append(CheckResult.of("pdsh", "not installed here", hint, "fail"))
         return results
     host = next(iter(slots))
     if not is_own_name(host, own_name):
         hint = "If it is another machine, start deepspeed there with --num_gpus, or add --force_multi"
-        value = f"{host} is the only one: deepspeed starts its ranks on this machine ({own_name})"
+        value = f"{host} is the only host: deepspeed starts its ranks on this machine ({own_name})"
         results.append(CheckResult.of("hostfile", value, hint))
     return results
 
@@ -89,7 +89,7 @@ def _ask_all(
         for host, answer in zip(slots, pool.map(question, slots), strict=True):
             if len(slots) == 1 and isinstance(answer, NoAnswer):
                 # deepspeed queries the host's address over ssh, although it would start the ranks without ssh.
-                hint = f"On this machine alone longctx train --ranks {slots[host]} needs no hostfile and no ssh"
+                hint = f"On this machine, longctx train --ranks {slots[host]} needs no hostfile and no ssh"
                 answer = replace(answer, hint=f"{answer.hint}. {hint}")
             results = compare_host(answer, local.facts, slots[host], probe)
             hosts.append(Host(name=host, answer=answer, results=[result.on(host) for result in results]))
@@ -119,7 +119,7 @@ def compare_host(
 def _same_code(remote: MachineInfo, local: MachineInfo) -> CheckResult:
     if remote.code == local.code:
         return CheckResult.of("code", f"the same ({local.code})")
-    hint = f"Ranks would disagree: copy {Path.cwd()} there, or start from a shared folder"
+    hint = f"Ranks would run different code: copy {Path.cwd()} there, or start from a shared folder"
     return CheckResult.of("code", f"{remote.code}, here {local.code}", hint, "fail")
 
 
@@ -178,10 +178,10 @@ def _enough_gpus(remote: MachineInfo, local: MachineInfo, num_slots: int) -> Che
 def _same_folder(remote: MachineInfo, local: MachineInfo, probe: FolderProbe) -> CheckResult:
     if remote.probe == probe.content:
         return CheckResult.of("shared folder", f"{local.folder} is the same there")
-    value = f"a file written here in {local.folder} is not there"
+    value = f"a file written here in {local.folder} is missing there"
     if remote.probe is not None:
         value = f"a file written here in {local.folder} has other content there"
-    hint = "Checkpoints need one folder that all machines see: give it with --folder, and mount it on each"
+    hint = "Checkpoints need one shared folder: mount it on all machines, and give it with --folder"
     return CheckResult.of("shared folder", value, hint, "fail")
 
 

@@ -53,7 +53,7 @@ def check_map_count(path: Path = _MAP_COUNT) -> CheckResult | None:
         return None
     hint = ""
     if count < _DEFAULT_MAP_COUNT:
-        hint = f"Below Linux' own default: sysctl -w vm.max_map_count={_DEFAULT_MAP_COUNT}"
+        hint = f"Below the Linux default: sysctl -w vm.max_map_count={_DEFAULT_MAP_COUNT}"
     return CheckResult.of("memory maps", f"{count} (vm.max_map_count)", hint)
 
 
@@ -77,7 +77,7 @@ def check_port(port: int) -> CheckResult:
         try:
             listener.bind(("", port))
         except OSError as error:
-            hint = f"Another run may be on: ss -ltnp 'sport = :{port}'; or deepspeed --master_port {port + 1}"
+            hint = f"Another run may use it: ss -ltnp 'sport = :{port}'; or deepspeed --master_port {port + 1}"
             return CheckResult.of("master port", f"{port} is taken: {error.strerror}", hint, "fail")
     return CheckResult.of("master port", f"{port} is free")
 

@@ -89,9 +89,9 @@ def _no_answer(session: WorkerSession, why: str, *, timed_out: bool) -> NoAnswer
 
 _SSH_HINTS = {
     "Host key verification failed": "Accept its key once: ssh HOST true",
-    "Could not resolve hostname": "This machine knows no such host: mend the hostfile, /etc/hosts or ~/.ssh/config",
-    "Connection refused": "No ssh server listens there: systemctl start ssh, or give its port in ~/.ssh/config",
-    "timed out": "The machine is down, or a firewall drops what is sent to it: ping HOST",
+    "Could not resolve hostname": "This machine cannot resolve the host: fix the hostfile, /etc/hosts or ~/.ssh/config",
+    "Connection refused": "No ssh server listens there: systemctl start ssh, or set its port in ~/.ssh/config",
+    "timed out": "The machine is down, or a firewall drops its packets: ping HOST",
 }
 """Advice by substring in ssh's message; without host names, so that hosts with the same problem share a line."""
 

@@ -123,9 +123,9 @@ def read_answer(line: str, kind: TypeAdapter[Answer]) -> Answer:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ClusterError(sanitize_line(f"an answer that is none: {where}: {first['msg']}")) from error
+        raise ClusterError(sanitize_line(f"an invalid answer: {where}: {first['msg']}")) from error
     except ValueError as error:
-        raise ClusterError("an answer that is none") from error
+        raise ClusterError("an invalid answer") from error
 
 
 def close_all(sessions: Sequence[WorkerSession]) -> None:

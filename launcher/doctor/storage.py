@@ -48,10 +48,10 @@ def check_folder(folder: Path) -> list[CheckResult]:
     # The space that a run needs depends on its model, which doctor does not know.
     space, slow = "", ""
     if free < _FEW_BYTES:
-        space = "A checkpoint holds weights, masters and moments: compare with the model, and set checkpoint.keep_last"
+        space = "A checkpoint holds weights, masters and moments: compare their size, and set checkpoint.keep_last"
     if speed < _SLOW_BYTES_PER_SECOND:
-        slow = "Checkpoints will take long: give a faster --folder, or raise checkpoint.every_steps"
-    value = f"{speed / _MIB:.0f} MiB/s of one process, to the disk"
+        slow = "Saves will be slow: give a faster --folder, or raise checkpoint.every_steps"
+    value = f"{speed / _MIB:.0f} MiB/s from one process, synced to disk"
     return [CheckResult.of("folder", size, space), CheckResult.of("write speed", value, slow)]
 
 
@@ -115,7 +115,7 @@ def read_probe(folder: Path, name: str) -> str | None:
     Raise ConfigError for any other file name.
     """
     if not _PROBE_NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is not a file that doctor writes.")
+        raise ConfigError(f"{name!r} is not a doctor probe file.")
     try:
         with (folder / name).open("rb") as file:
             # Limit the size: another user may have put a large file there.

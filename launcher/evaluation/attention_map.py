@@ -59,7 +59,7 @@ class AttentionMapOptions:
 
     def __post_init__(self) -> None:
         if self.blocks < 2:
-            raise ConfigError(f"--blocks {self.blocks}: a picture has at least 2 blocks on a side. The default is 96.")
+            raise ConfigError(f"--blocks {self.blocks}: a plot has at least 2 blocks per side. The default is 96.")
         if self.length is not None and self.length < 2:
             raise ConfigError(f"--length {self.length}: attention needs at least 2 tokens.")
 
@@ -106,7 +106,8 @@ def softmax_call(model: ModelConfig, layer: int, head: int) -> int:
     """Return the layer's index among softmax attention layers; raise ConfigError for an invalid layer or head."""
     if model.encoder_layers:
         raise ConfigError(
-            "this model has an encoder, whose text the decoder reads: draw its cross attention, with --cross."
+            "this model has an encoder, and its decoder attends to the encoder's output: plot cross attention with "
+            "--cross."
         )
     if not 0 <= layer < model.num_layers:
         raise ConfigError(f"--layer {layer}: the model has layers 0 to {model.num_layers - 1}.")
@@ -115,7 +116,7 @@ def softmax_call(model: ModelConfig, layer: int, head: int) -> int:
     softmax = [number for number, spec in enumerate(layer_specs(model)) if spec.mixer.has_scores]
     if layer not in softmax:
         raise ConfigError(
-            f"--layer {layer} has a state and no weights of keys. Layers of softmax attention: {softmax}."
+            f"--layer {layer} has a state instead of attention weights. Softmax attention layers: {softmax}."
         )
     return softmax.index(layer)
 
@@ -129,15 +130,15 @@ def read_packed(path: Path, tokenizer: Tokenizer, length: int | None) -> list[li
             raise DataError(f"--text {path} cannot be read as UTF-8 text ({error}).") from error
         found = list(_cut(documents, length or len(documents[0])))
     elif not path.exists():
-        raise ConfigError(f"--text {path} does not exist. Name a file of text, or a folder of text or of shards.")
+        raise ConfigError(f"--text {path} does not exist. Name a text file, or a folder with texts or shards.")
     elif length is None:
-        raise ConfigError(f"--text {path} is a folder: say how many tokens of it to pack into a row, --length N.")
+        raise ConfigError(f"--text {path} is a folder: set the packed sequence's length in tokens, --length N.")
     else:
         found = list(_cut((tokenizer.encode_document(text).tolist() for text in read_texts(path)), length))
     # A plot over fewer tokens than requested would be misread.
     num_tokens = sum(map(len, found))
     if num_tokens < max(2, length or 2):
-        raise DataError(f"--text {path} has {num_tokens:,} tokens, and {max(2, length or 2):,} are asked for.")
+        raise DataError(f"--text {path} has {num_tokens:,} tokens, but {max(2, length or 2):,} are requested.")
     return found
 
 
@@ -155,8 +156,8 @@ def _check_positions(model: ModelConfig, documents: list[list[int]]) -> None:
     longest = max(map(len, documents))
     if longest > model.max_positions:
         raise ConfigError(
-            f"a document has {longest:,} tokens, and the model is meant for {model.max_positions:,} positions "
-            f"(model.max_positions). Ask for --length {model.max_positions} or less."
+            f"a document has {longest:,} tokens, and the model's limit is {model.max_positions:,} positions "
+            f"(model.max_positions). Use --length {model.max_positions} or less."
         )
 
 
@@ -174,8 +175,8 @@ def compute_attention_map(
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     bounds = np.cumsum([0, *map(len, documents)]).tolist()
     model(torch.tensor([ids]), positions[None], bounds)
-    assert core.weights_TG is not None, "the layer was not met"
-    assert core.is_seen_TG is not None, "the layer was not met"
+    assert core.weights_TG is not None, "the layer did not run"
+    assert core.is_seen_TG is not None, "the layer did not run"
     return AttentionMap(
         share_NG=_by_block(core.weights_TG, block_tokens, "mean"),
         is_seen_NG=_by_block(core.is_seen_TG.float(), block_tokens, "amax") > 0,
@@ -253,10 +254,10 @@ def plot_attention_map(found: AttentionMap, caption: str, name: str) -> str:
         axes.axvline(bound, color=RED, linewidth=0.6)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set_xlabel("key (token of the row)")
-    axes.set_ylabel("query (token of the row)")
+    axes.set_xlabel("key (token in the packed sequence)")
+    axes.set_ylabel("query (token in the packed sequence)")
     bar = fig.colorbar(image, ax=axes, pad=0.015, fraction=0.04)
-    bar.set_label(f"share of a query's attention that a block of {size:,} keys has; {LEAST:g} or less is darkest")
+    bar.set_label(f"share of a query's attention per block of {size:,} keys; {LEAST:g} or less is darkest")
     write_caption(fig, caption)
     return to_svg(fig, name)
 

@@ -58,8 +58,8 @@ def draw_cross_attention(options: CrossOptions) -> list[Path]:
     target = _target(options, folder, model, tokenizer, source)
     weights_TS = compute_cross_attention(folder, source, target, layer=options.layer, head=options.head)
     caption = (
-        f"{checkpoint_name(folder)} · cross attention of layer {options.layer}, head {options.head} · "
-        f"{datetime.now(UTC):%Y-%m-%d} · {len(target)} tokens of the target, {len(source)} of the source"
+        f"{checkpoint_name(folder)} · cross attention, layer {options.layer}, head {options.head} · "
+        f"{datetime.now(UTC):%Y-%m-%d} · {len(target)} target tokens, {len(source)} source tokens"
     )
     name = f"cross_attention_layer{options.layer}_head{options.head}"
     token_labels = [token_texts(tokenizer, ids) for ids in (target, source)]
@@ -84,7 +84,9 @@ def draw_cross_attention(options: CrossOptions) -> list[Path]:
 def _check(model: ModelConfig, options: CrossOptions, folder: Path) -> None:
     """Raise ConfigError for a model without cross attention, or for an invalid layer or head."""
     if not model.encoder_layers:
-        raise ConfigError(f"{folder} has no encoder (model.encoder_layers=0), so nothing to draw. Leave --cross out.")
+        raise ConfigError(
+            f"{folder} has no encoder (model.encoder_layers=0), so it has no cross attention. Leave out --cross."
+        )
     for name, value, count in (("layer", options.layer, model.num_layers), ("head", options.head, model.num_heads)):
         if not 0 <= value < count:
             raise ConfigError(f"--{name} {value}: the model has {name}s 0 to {count - 1}.")
@@ -95,7 +97,7 @@ def _check_side(model: ModelConfig, ids: list[int], name: str) -> None:
     if len(ids) > MOST_TOKENS:
         max_tokens = min(MOST_TOKENS, model.max_positions)
         raise ConfigError(
-            f"{name}: {len(ids)} tokens, and a picture has room for {MOST_TOKENS}. Shorten it to {max_tokens} tokens."
+            f"{name}: {len(ids)} tokens, but the plot has room for {MOST_TOKENS}. Shorten it to {max_tokens} tokens."
         )
     hint = f"Shorten it to {model.max_positions} tokens"
     check_positions(model, len(ids), request=f"{name}: {len(ids)} tokens", hint=hint, allow_longer=False, option=None)
@@ -115,7 +117,7 @@ def _target(
     start = [start_of_targets(tokenizer)]
     if options.target is not None:
         target = start + tokenizer.encode(_read(options.target, "--target")).tolist()
-        _check_side(model, target, f"--target {options.target}, with its start")
+        _check_side(model, target, f"--target {options.target}, with its start token")
         return target
     decoder = load_model(folder)
     # Leave room for the start token.
@@ -140,7 +142,7 @@ def compute_cross_attention(folder: Path, source: list[int], target: list[int], 
         )
     )
     model(torch.tensor([target]), torch.arange(len(target))[None], source=encoded)
-    assert core.weights_TG is not None, "the layer was not met"
+    assert core.weights_TG is not None, "the layer did not run"
     return core.weights_TG.numpy()
 
 
@@ -154,8 +156,8 @@ def plot_cross_attention(weights_TS: np.ndarray, target: list[str], source: list
     axes.set_xticks(range(len(source)), source, rotation=90, fontsize=7)
     axes.set_yticks(range(len(target)), target, fontsize=7)
     axes.set_xlabel("source")
-    axes.set_ylabel("target, as far as it is written")
+    axes.set_ylabel("target (decoder input)")
     bar = fig.colorbar(image, ax=axes, pad=0.015, fraction=0.04)
-    bar.set_label("share of the attention")
+    bar.set_label("attention weight per source token")
     write_caption(fig, caption)
     return to_svg(fig, name)

@@ -20,14 +20,14 @@ SAMPLES = 22
 TEACHER_FORCED_FROM = 262_144
 """Length from which an answer is not generated if one pass over the expected answer measures the same."""
 TEXT_METRICS = {
-    "ppl": "loss of whole documents by position and by distance; perplexity; no score",
-    "longppl": "perplexity of the tokens that need far context (LongPPL's rule, the model is its own judge); no score",
+    "ppl": "document loss by position and by distance; perplexity; no score",
+    "longppl": "perplexity on tokens that need distant context (LongPPL's rule; the model is its own judge); no score",
 }
 """Tasks that read text and score no answer."""
 OF_ENCODERS = {
-    "translation": "BLEU and chrF of held-out pairs; needs an encoder beside the decoder, and no other task",
-    "masked": "loss and accuracy of masked tokens of held-out rows; needs model.causal=false",
-    "pairs": "accuracy of the pair head, beside that of common words; needs model.pair_head",
+    "translation": "BLEU and chrF on held-out pairs; needs an encoder-decoder model, and no other task",
+    "masked": "loss and accuracy on masked tokens in held-out rows; needs model.causal=false",
+    "pairs": "pair head accuracy, compared with a word overlap baseline; needs model.pair_head",
 }
 """Tasks for models that have an encoder or are one; each runs alone, except masked and pairs together."""
 _NEEDS_FILE = {"ruler_qa_1": "squad", "ruler_qa_2": "hotpotqa"}
@@ -75,18 +75,18 @@ class EvaluationOptions(Computation):
         if self.chat_template != "none":
             _check_chat_template(tasks, text_metrics)
         if not self.lengths or min(self.lengths) < 2:
-            raise ConfigError(f"--lengths {_joined(self.lengths)}: give one length or more, of at least 2 tokens each.")
+            raise ConfigError(f"--lengths {_joined(self.lengths)}: give at least one length, each at least 2 tokens.")
         if self.samples < 1:
-            raise ConfigError(f"--samples {self.samples}: there is no score without a sample. Take 1 or more.")
+            raise ConfigError(f"--samples {self.samples} must be at least 1.")
         if self.teacher_forced_from < 0:
-            raise ConfigError(f"--teacher-forced-from {self.teacher_forced_from} must not be negative; 0 is always.")
+            raise ConfigError(f"--teacher-forced-from {self.teacher_forced_from} must not be negative; 0 means always.")
         if self.longppl.truncation < 1 or self.longppl.window < 1:
-            raise ConfigError(f"LongPPL wants a truncation and a window of at least 1 token, not {self.longppl}.")
+            raise ConfigError(f"LongPPL needs a truncation and a window of at least 1 token, not {self.longppl}.")
         # In a text this short, every token has its full context: there is no far context to compare with.
         if "longppl" in self.tasks and max(self.lengths) <= self.longppl.truncation:
             raise ConfigError(
                 f"longppl compares with a context of {self.longppl.truncation} tokens, and --lengths "
-                f"{_joined(self.lengths)} are no longer. Ask for a longer one, or a smaller --longppl-truncation."
+                f"{_joined(self.lengths)} are not longer. Use a longer length, or a smaller --longppl-truncation."
             )
 
     def chosen(self) -> tuple[list[EvaluationTask], list[str], list[str]]:
@@ -117,7 +117,7 @@ def split_names(text: str) -> tuple[str, ...]:
 
 def split_lengths(text: str) -> tuple[int, ...]:
     """Split ``4096,128k,1M`` into ascending unique lengths; k is 1,024. Raise ConfigError for a non-integer."""
-    return tuple(sorted(set(_numbers(text, _tokens, "--lengths", "whole numbers of tokens: --lengths 4096,128k"))))
+    return tuple(sorted(set(_numbers(text, _tokens, "--lengths", "integer token counts: --lengths 4096,128k"))))
 
 
 def _tokens(text: str) -> int:
@@ -155,15 +155,14 @@ def _check_chat_template(tasks: Sequence[EvaluationTask], text_metrics: Sequence
     """Raise ConfigError if a chat template has no effect, or a task asks no question."""
     if not tasks:
         raise ConfigError(
-            f"--chat-template auto changes nothing: {' and '.join(text_metrics)} read texts as they are. "
-            "Leave it out, or "
-            "name a task."
+            f"--chat-template auto has no effect: {' and '.join(text_metrics)} read plain text. Leave it out, or name "
+            "a task."
         )
     mute = [task.name for task in tasks if not task.cue]
     if mute:
         raise ConfigError(
-            f"--chat-template auto: {' and '.join(mute)} give a text to continue and ask nothing. Leave it out, or "
-            "these tasks."
+            f"--chat-template auto: {' and '.join(mute)} give a text to continue, without a question. Leave it out, "
+            "or leave out these tasks."
         )
 
 
@@ -174,7 +173,7 @@ def _check_names(names: Sequence[str]) -> None:
             continue
         nearest = get_close_matches(name, TASKS | GROUPS | TEXT_METRICS, n=1, cutoff=0.5)
         if nearest and nearest[0] in TEXT_METRICS:
-            raise ConfigError(f"task {name!r} is unknown. Did you mean {nearest[0]}? `evaluate --list` names all.")
+            raise ConfigError(f"task {name!r} is unknown. Did you mean {nearest[0]}? `evaluate --list` lists all.")
 
 
 def _joined(numbers: Sequence[int]) -> str:

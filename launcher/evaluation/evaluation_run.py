@@ -70,7 +70,7 @@ def run_evaluation(options: EvaluationOptions, device: torch.device, progress: P
     if own_rank() != 0:
         progress = no_progress
     # Order checks from cheap to expensive, all before any allocation.
-    with progress("reading text, trying each task"):
+    with progress("reading text, checking each task"):
         subject = on_every_rank(lambda: open_subject(options))
         mesh = build_mesh(subject.model, context=options.context, expert=options.expert)
         texts, skipped_cells = on_rank_0(lambda: _read_and_check(options, subject))
@@ -241,7 +241,7 @@ def share(mesh: Mesh, value: Value | None) -> Value:
     """Broadcast a value from the context group's first rank to all its ranks. Collective."""
     if mesh.control_group is None:
         return cast(Value, value)
-    activity = "waiting for what the first rank of its sequence reads"
+    activity = "receiving the value from the sequence's first rank"
     return mesh.comm.broadcast_object(value, mesh.context_peer(0), mesh.control_group, operation=activity)
 
 
@@ -272,7 +272,7 @@ def _read_and_check(options: EvaluationOptions, subject: Subject) -> tuple[Texts
     if last is not None and not text_metrics and len(skipped_cells) == len(tasks) * len(options.lengths):
         raise last
     if skipped_cells:
-        log.warning("Left out, because prompts of the task do not fit the length: %s.", format_cells(skipped_cells))
+        log.warning("Skipped, because the task's prompts do not fit the length: %s.", format_cells(skipped_cells))
     texts: Texts = {}
     if text_metrics:
         texts = read_documents(options, subject)

@@ -89,11 +89,12 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"--output {folder}: another evaluation is writing there now. Wait for it, or choose another --output."
+                f"--output {folder}: another evaluation is writing there. Wait until it ends, or choose another "
+                "--output."
             ) from error
         except OSError as error:
             log.warning(
-                "%s cannot be locked (%s): start one evaluation there at a time.", folder, error.strerror or error
+                "%s cannot be locked (%s): run only one evaluation there at a time.", folder, error.strerror or error
             )
         yield
 
@@ -127,9 +128,8 @@ class EvaluationStore:
             known = texts.get(length, [])[index : index + 1]
             if isinstance(row, LossRow) and known and row.document != known[0].name:
                 raise DataError(
-                    f"{self.folder} holds the loss of text {row.document!r} as number {index} of {task} at {length:,} "
-                    f"tokens, and now that is {known[0].name!r}: the folder of texts has changed. Choose another "
-                    "--output."
+                    f"{self.folder}: text {index} of {task} at {length:,} tokens was {row.document!r}, and now is "
+                    f"{known[0].name!r}: the text folder has changed. Choose another --output."
                 )
 
     def add(self, rows: list[ScoreRow | LossRow]) -> None:
@@ -153,8 +153,8 @@ def _check_free(folder: Path) -> None:
     """Raise DataError if the folder has rows without settings."""
     if (folder / RESULTS_FILE).exists():
         raise DataError(
-            f"{folder} holds a {RESULTS_FILE} without its {SETTINGS_FILE}: nobody knows what its rows are of. "
-            "Choose another --output."
+            f"{folder} holds a {RESULTS_FILE} without its {SETTINGS_FILE}, so its rows cannot be identified. Choose "
+            "another --output."
         )
 
 
@@ -167,10 +167,10 @@ def _check_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> No
         # A task that reads no text does not depend on the other tasks' text.
         if name in ("haystack", "text_folder") and None in (value, before.get(name)):
             continue
-        lines.append(f"  {name}: there {before.get(name)!r}, now {value!r}")
+        lines.append(f"  {name}: stored {before.get(name)!r}, requested {value!r}")
     if lines:
         raise ConfigError(
             f"--output {folder} holds an evaluation with other settings:\n"
             + "\n".join(lines)
-            + "\nTake the same settings to go on with it, or another --output. Tasks, lengths and samples may differ."
+            + "\nUse the same settings to continue it, or another --output. Tasks, lengths and samples may differ."
         )

@@ -46,7 +46,8 @@ def check_finite(nll: torch.Tensor, folder: Path, name: str, dtype: str) -> None
     if not nll.isfinite().all():
         raise CheckpointError(
             f"{folder}: the loss of {name!r} is not finite from token {int((~nll.isfinite()).nonzero()[0]) + 1} on: "
-            f"the weights are broken, or too large for --dtype {dtype}. Try an earlier checkpoint, or --dtype float32."
+            f"the weights are corrupted, or too large for --dtype {dtype}. Try an earlier checkpoint, or --dtype "
+            "float32."
         )
 
 
@@ -59,17 +60,16 @@ def _fill(decoder: Decoder, model_source: ModelSource) -> None:
         # Check the full tensor, so that every rank refuses it: a broken model's score would look like a weak model's.
         if not values.isfinite().all():
             raise CheckpointError(
-                f"{model_source.folder}: {name} holds numbers that are not finite, so the model can say nothing.\n"
-                "Take an earlier checkpoint: `checkpoint list` names them."
+                f"{model_source.folder}: {name} contains non-finite values, so the model is unusable.\nUse an earlier "
+                "checkpoint: `checkpoint list` lists them."
             )
         # Checkpoints store all experts; this rank keeps its own.
         if is_expert_weight(name):
             values = values[decoder.dispatcher.local_experts]
         if values.shape != wanted[name].shape:
             raise CheckpointError(
-                f"{model_source.folder}: {name} has shape {tuple(values.shape)}, and the decoder of its own "
-                "config wants "
-                f"{tuple(wanted[name].shape)}."
+                f"{model_source.folder}: {name} has shape {tuple(values.shape)}, and the decoder in its config "
+                f"expects {tuple(wanted[name].shape)}."
             )
         wanted[name].copy_(values)
 
@@ -78,9 +78,8 @@ def _check_names(model_source: ModelSource, wanted: set[str]) -> None:
     stored = set(model_source.reader.names())
     if stored != wanted:
         raise CheckpointError(
-            f"{model_source.folder} does not hold the decoder of its own config: "
-            f"{sorted(stored ^ wanted)[:6]} are on one "
-            "side only."
+            f"{model_source.folder} does not contain the decoder that its config describes: missing or extra tensors: "
+            f"{sorted(stored ^ wanted)[:6]}."
         )
 
 

@@ -67,11 +67,10 @@ class MaskedOptions(Computation):
         super().__post_init__()
         if self.rows < 1:
             raise ConfigError(
-                f"--samples {self.rows}: there is no score without a row. Take 1 or more; without the option the first "
-                f"{_ROWS} rows are read."
+                f"--samples {self.rows} must be at least 1; without the option, the first {_ROWS} rows are read."
             )
         if self.seq_len is not None:
-            _check_row(self.seq_len, _LEAST_ROW, "one that is masked and one that is read")
+            _check_row(self.seq_len, _LEAST_ROW, "one masked and one visible")
 
 
 def evaluate_masked(options: MaskedOptions, progress: Progress) -> dict[str, Any]:
@@ -145,13 +144,13 @@ def _open(options: MaskedOptions) -> ModelSource:
     model_source = open_model(options.checkpoint, None)
     if model_source.model.causal or model_source.model.encoder_layers:
         raise ConfigError(
-            f"--tasks {','.join(options.tasks)} ask a model that sees both sides of a token (model.causal=false), and "
-            f"{options.checkpoint} writes. `evaluate --list` names its tasks."
+            f"--tasks {','.join(options.tasks)} need a bidirectional model (model.causal=false), and "
+            f"{options.checkpoint} generates text. `evaluate --list` lists its tasks."
         )
     if PAIRS in options.tasks and model_source.model.pair_head == "none":
         raise ConfigError(
-            f"--tasks {PAIRS} asks a pair head, and {options.checkpoint} has none (model.pair_head=none). Ask for "
-            f"--tasks {MASKED}."
+            f"--tasks {PAIRS} needs a pair head, and {options.checkpoint} has model.pair_head=none. Use --tasks "
+            f"{MASKED}."
         )
     return model_source
 
@@ -167,7 +166,7 @@ def _loader(options: MaskedOptions, model_source: ModelSource, mesh: Mesh) -> Va
     check_same_tokenizer(model_source.folder, shards)
     seq_len = options.seq_len or data.get("seq_len") or min(_ROW_TOKENS, model_source.model.max_positions)
     limit = model_source.model.max_positions
-    hint = f"Ask for --lengths {limit} or less"
+    hint = f"Use --lengths {limit} or less"
     allow_longer = options.beyond_positions
     check_positions(model_source.model, seq_len, request=f"rows of {seq_len}", hint=hint, allow_longer=allow_longer)
     examples = None
@@ -189,9 +188,8 @@ def _check_row(seq_len: int, least: int, required_tokens: str) -> None:
     """Raise ConfigError if a row is too short for its required tokens."""
     if seq_len < least:
         raise ConfigError(
-            f"--lengths {seq_len}: a row has at least {least} tokens, {required_tokens}. Take {least} or "
-            "more; without the option "
-            "rows are as long as in the run."
+            f"--lengths {seq_len}: a row needs at least {least} tokens, {required_tokens}. Use {least} or more; "
+            "without the option, rows are as long as in training."
         )
 
 
@@ -201,9 +199,8 @@ def _text(options: MaskedOptions, model_source: ModelSource, run: Path | None) -
     if found is not None:
         return found
     raise ConfigError(
-        f"--tasks {','.join(options.tasks)} needs texts that the model was not trained on, and "
-        f"{model_source.folder} is "
-        "in no run whose validation folder is here.\nName a shard folder of texts: --haystack FOLDER"
+        f"--tasks {','.join(options.tasks)} needs held-out texts, and {model_source.folder} is not in a run with an "
+        "available validation folder.\nName a shard folder: --haystack FOLDER"
     )
 
 

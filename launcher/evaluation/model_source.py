@@ -91,15 +91,14 @@ def check_reads_text(model_source: ModelSource, request: str) -> None:
     model = model_source.model
     if model.encoder_layers:
         raise ConfigError(
-            f"{request} reads a text by itself, and the decoder of {model_source.folder} reads a source beside it "
-            f"(model.encoder_layers={model.encoder_layers}).\nTake `longctx evaluate --tasks translation` for scores "
-            "of held-out pairs, or `longctx generate` for what the model writes of a source."
+            f"{request} needs a model without an encoder, and {model_source.folder} has one "
+            f"(model.encoder_layers={model.encoder_layers}).\nUse `longctx evaluate --tasks translation` to score "
+            "held-out pairs, or `longctx generate` to decode from a source."
         )
     if not model.causal:
         raise ConfigError(
-            f"{request} asks for each token given those before it, and {model_source.folder} sees both sides "
-            "of a token "
-            "(model.causal=false).\nTake `longctx evaluate --tasks masked` for the loss of masked tokens."
+            f"{request} needs a causal model, and {model_source.folder} is bidirectional (model.causal=false).\nUse "
+            "`longctx evaluate --tasks masked` for the masked token loss."
         )
 
 
@@ -125,9 +124,9 @@ def check_positions(
         raise ConfigError(f"{request}: the model has {model.max_positions} learned positions. {hint}.")
     if not allow_longer:
         if option is not None:
-            hint = f"{hint}, or {option} to see what it does there all the same"
+            hint = f"{hint}, or {option} to run it anyway"
         raise ConfigError(
-            f"{request}: the model is meant for {model.max_positions} positions (model.max_positions).\n{hint}."
+            f"{request}: the model's limit is {model.max_positions} positions (model.max_positions).\n{hint}."
         )
 
 

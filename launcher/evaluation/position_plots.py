@@ -38,7 +38,7 @@ class PositionOptions:
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < 2:
-            raise ConfigError(f"--length {self.length}: a picture of positions needs at least 2.")
+            raise ConfigError(f"--length {self.length}: a plot over positions needs at least 2.")
 
 
 def draw_positions(options: PositionOptions) -> list[Path]:
@@ -64,16 +64,16 @@ def _length(options: PositionOptions, model: ModelConfig, folder: Path) -> int:
     """Return how many positions to draw; raise ConfigError for a model without position embeddings, or with too few."""
     if model.position not in ("learned", "sinusoidal", "sinusoidal_halves"):
         raise ConfigError(
-            f"{folder} adds nothing to its tokens for their positions (model.position={model.position}), so there is "
-            "nothing to draw. Leave --positions out: attention shows what positions do."
+            f"{folder} has no position embeddings (model.position={model.position}), so there is nothing to plot. "
+            "Leave out --positions: attention maps show how positions act."
         )
     # Sinusoidal positions have no limit; a learned table ends at ``max_positions``.
     if options.length is None:
         return min(POSITIONS, model.max_positions)
     if model.position == "learned" and options.length > model.max_positions:
         raise ConfigError(
-            f"--length {options.length}: the model has {model.max_positions} learned positions. Ask for "
-            f"--length {model.max_positions} or less."
+            f"--length {options.length}: the model has {model.max_positions} learned positions. Use --length "
+            f"{model.max_positions} or less."
         )
     return options.length
 
@@ -117,6 +117,8 @@ def plot_position_values(values_PM: np.ndarray, caption: str) -> str:
     similarity_axes.grid(False)
     similarity_axes.set_xlabel("position")
     similarity_axes.set_ylabel("position")
-    fig.colorbar(image, ax=similarity_axes, pad=0.015, fraction=0.04).set_label("cosine of the two positions' values")
+    fig.colorbar(image, ax=similarity_axes, pad=0.015, fraction=0.04).set_label(
+        "cosine similarity between the two positions' embeddings"
+    )
     write_caption(fig, caption)
     return to_svg(fig, "positions")

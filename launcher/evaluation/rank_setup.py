@@ -39,7 +39,7 @@ def build_mesh(model: ModelConfig, *, context: int, expert: int) -> Mesh:
     if context % expert:
         fits = [degree for degree in range(1, context + 1) if context % degree == 0]
         raise ConfigError(
-            f"parallel.expert={expert} does not divide parallel.context={context}: ranks that share experts "
-            f"continue one prompt together.\nTry parallel.expert={closest_value(expert, fits)} (any of {fits})."
+            f"parallel.expert={expert} does not divide parallel.context={context}: ranks in an expert group decode "
+            f"the same prompt.\nTry parallel.expert={closest_value(expert, fits)} (any of {fits})."
         )
     return Mesh.build(context=context, expert=expert)

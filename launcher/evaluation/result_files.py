@@ -76,6 +76,6 @@ def _page(evaluation: Evaluation, plots: list[EvaluationPlot]) -> str:
         evaluation.settings["model"],
         f"evaluated {evaluation.settings['date']}",
         evaluation_sections(evaluation, plots),
-        source="the files of the evaluation's folder",
+        source="the evaluation folder's files",
         metrics=metrics,
     )

@@ -161,8 +161,8 @@ def _open(options: ScoreOptions) -> tuple[ModelSource, ShardSet]:
     check_positions(
         model_source.model,
         shards.longest_document(),
-        request=f"the longest document of {shards.folder} has {shards.longest_document():,} tokens",
-        hint="Build shards without longer documents (data build --max-bytes N, of conversations --max-tokens N)",
+        request=f"the longest document in {shards.folder} has {shards.longest_document():,} tokens",
+        hint="Build shards with shorter documents (data build --max-bytes N, or --max-tokens N for conversations)",
         allow_longer=options.beyond_positions,
     )
     return model_source, shards
@@ -213,8 +213,9 @@ def _find_missing_blocks(
         ]
         if lines:
             raise ConfigError(
-                f"--output {options.output} holds scores with other settings:\n" + "\n".join(lines) + "\nTake the same "
-                "settings to go on with it, or another --output."
+                f"--output {options.output} holds scores with other settings:\n"
+                + "\n".join(lines)
+                + "\nUse the same settings to continue, or another --output."
             )
     # Write the settings before any scores: a later call must always find them.
     write_atomically(path, f"{json.dumps(settings, indent=1)}\n".encode())
@@ -227,7 +228,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}. Choose another --output.") from error
     if not isinstance(settings, dict):
-        raise DataError(f"{path} is not the file of scores. Choose another --output.")
+        raise DataError(f"{path} is not a scores file. Choose another --output.")
     return settings
 
 

@@ -64,7 +64,7 @@ def open_subject(options: EvaluationOptions) -> Subject:
         )
     # A chat model answers worse without its template: suggest it.
     elif own_rank() == 0 and tasks and all(task.cue for task in tasks) and has_template(model_source.tokenizer):
-        log.warning("%s has a chat template. --chat-template auto asks by it, as a user does.", model_source.folder)
+        log.warning("%s has a chat template. --chat-template auto applies it, as in a chat.", model_source.folder)
     _check_lengths(options, model_source.model)
     setting = Setting(
         tokenizer=model_source.tokenizer,
@@ -116,7 +116,7 @@ def _text_folder(options: EvaluationOptions, checkpoint: Path) -> Location | str
     if options.haystack is not None:
         named = locate(options.haystack)
         if not named.exists():
-            raise ConfigError(f"--haystack {options.haystack} does not exist. Name a folder of text or of shards.")
+            raise ConfigError(f"--haystack {options.haystack} does not exist. Name a folder with texts or shards.")
         return fetch_folder(named) if has_folder(named) else named
     run = run_of(checkpoint)
     if run is not None and (run / CONFIG_FILE).is_file():
@@ -126,8 +126,8 @@ def _text_folder(options: EvaluationOptions, checkpoint: Path) -> Location | str
             return fetch_folder(folder, cache)
     if own_rank() == 0:
         log.warning(
-            "%s is in no run whose validation folder is here: the text is the source of Python's standard library. "
-            "--haystack FOLDER names another, which the model was not trained on.",
+            "%s is not in a run with an available validation folder, so the text is the Python standard library's "
+            "source code. --haystack FOLDER names a held-out text instead.",
             checkpoint,
         )
     return BUILT_IN
@@ -137,7 +137,7 @@ def validation_folder(config: Path) -> tuple[str, str]:
     """Return a run's ``data.validation``, by default its training data's held-out split, and its ``data.cache``."""
     data = read_toml(config, str(config)).get("data", {})
     if not isinstance(data, dict):
-        raise ConfigError(f"{config}: data is no section. Name a folder of text or of shards: --haystack FOLDER")
+        raise ConfigError(f"{config}: data must be a section. Name a folder with texts or shards: --haystack FOLDER")
     folder = data.get("validation", "")
     if not folder and data.get("train"):
         folder = below(data["train"], "validation")
@@ -199,16 +199,16 @@ def read_documents(options: EvaluationOptions, subject: Subject) -> Texts:
     short = [length for length, texts in found.items() if not texts]
     if short:
         missing = (
-            f"the longest document of {subject.text_folder} has {longest:,} tokens, and a loss at {short[0]:,} needs "
-            f"one of {short[0]:,}. Ask for --lengths {longest} or less, leave out ppl and longppl, or name longer "
-            "texts: --haystack FOLDER"
+            f"the longest document in {subject.text_folder} has {longest:,} tokens, and a loss at {short[0]:,} needs "
+            f"{short[0]:,}. Use --lengths {longest} or less, leave out ppl and longppl, or name longer texts: "
+            "--haystack FOLDER"
         )
         tasks, _, _ = options.chosen()
         if len(short) == len(found) and not any(
             is_feasible(t.name, options.lengths, subject.skipped_cells) for t in tasks
         ):
             raise DataError(f"--lengths {short[0]}: {missing}")
-        log.warning("Left out, ppl and longppl at %s: %s", " and ".join(f"{length:,}" for length in short), missing)
+        log.warning("Skipped ppl and longppl at %s: %s", " and ".join(f"{length:,}" for length in short), missing)
     return found
 
 

@@ -31,7 +31,7 @@ def encode_chat_prompts(
                     conversation = conversation_of(prompt.fields, "messages")
                     # A chat has at most one system turn.
                     if source.system and conversation.messages[0]["role"] == "system":
-                        raise NoConversationError("it begins with a system turn, and --system is another one")
+                        raise NoConversationError("it starts with a system turn, and --system adds another")
                 else:
                     conversation = Conversation(({"role": "user", "content": prompt.text},))
                 conversation = replace(conversation, messages=system_turn(source) + conversation.messages)

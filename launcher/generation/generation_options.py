@@ -43,20 +43,20 @@ class GenerateOptions(Computation):
         super().__post_init__()
         check_strings(self.stop_strings)
         if self.prompts.system and not self.prompts.chat:
-            raise ConfigError("--system is the first turn of a chat: give --chat with it.")
+            raise ConfigError("--system sets a chat's first turn, so it needs --chat.")
         if self.prompts.is_missing and not self.prompts.chat:
             raise ConfigError(
-                "there is nothing to continue. Give --prompt TEXT, --prompt-file F or --prompts-file F; --chat without "
-                "one of these takes a turn from each line of standard input."
+                "no prompt is given. Give --prompt TEXT, --prompt-file F or --prompts-file F; --chat without these "
+                "options reads one turn per line from standard input."
             )
         if self.talks and self.max_new_tokens == 0:
-            raise ConfigError("--max-new-tokens 0: a chat without replies is none. Give --max-new-tokens 256.")
+            raise ConfigError("--max-new-tokens 0: a chat needs replies. Give --max-new-tokens 256.")
         if self.max_new_tokens < 0:
             raise ConfigError(f"--max-new-tokens {self.max_new_tokens} must not be negative.")
         if not self.has_many and self.max_sequences is not None:
-            raise ConfigError("--max-sequences is for --prompts-file: one prompt has no other beside it. Leave it out.")
+            raise ConfigError("--max-sequences is for --prompts-file: a single prompt has no batch. Leave it out.")
         if self.max_sequences is not None and isinstance(self.strategy, Beams):
-            raise ConfigError("--beams search for one prompt after another: --max-sequences would do nothing.")
+            raise ConfigError("--beams searches one prompt at a time, so --max-sequences would have no effect.")
         if self.max_sequences is not None and self.max_sequences < 1:
             raise ConfigError(f"--max-sequences {self.max_sequences} must be at least 1.")
         # Check the path now: hours of generation must not fail at the first write.
@@ -77,9 +77,9 @@ class GenerateOptions(Computation):
 def _check_new_file(path: Path) -> None:
     """Raise ConfigError unless a new file can be created there."""
     if path.exists():
-        raise ConfigError(f"--output {path} is there already. Name another file, or remove it.")
+        raise ConfigError(f"--output {path} already exists. Name another file, or remove it.")
     if not path.parent.is_dir():
-        raise ConfigError(f"--output {path}: the folder {path.parent} does not exist. Make it first.")
+        raise ConfigError(f"--output {path}: the folder {path.parent} does not exist. Create it first.")
 
 
 _EXAMPLE = 'Write lines like {"prompt": "def main("}.'
@@ -140,8 +140,7 @@ def encode_prompts(source: PromptSource, prompts: Sequence[PromptLine], model_so
                 raise ConfigError(f"{prompt_place(source, index)}: {error}") from error
         if not found[prompt.text]:
             raise ConfigError(
-                f"{prompt_place(source, index)} is empty, and the tokenizer begins no document with an id. "
-                "Give a prompt."
+                f"{prompt_place(source, index)} is empty, and the tokenizer has no begin token. Give a prompt."
             )
     return [found[prompt.text] for prompt in prompts]
 
@@ -171,7 +170,7 @@ def check_space(
     shorter = "begin a new chat" if source.is_missing else "give a shorter prompt"
     hint = shorter.capitalize()
     if length < num_positions:
-        hint = f"Take --max-new-tokens {num_positions - length}, or {shorter}"
+        hint = f"Use --max-new-tokens {num_positions - length}, or {shorter}"
     check_positions(
         model_source.model,
         length + max_new_tokens,
@@ -198,7 +197,7 @@ def _read_lines(path: Path, *, chat: bool) -> list[PromptLine]:
     # Ignore empty lines at the end. One in between may be a lost prompt.
     content = _read_text(path, "--prompts-file").rstrip()
     if not content:
-        raise ConfigError(f'--prompts-file {path} has no prompt. Write one a line: {{"prompt": "def main("}}')
+        raise ConfigError(f'--prompts-file {path} has no prompt. Write one per line: {{"prompt": "def main("}}')
     # splitlines() would also split at characters that JSON text may contain.
     lines = content.split("\n")
     line_names = [f"--prompts-file {path}, line {number}" for number in range(1, len(lines) + 1)]
@@ -211,10 +210,10 @@ def _prompt(line: str, where: str, *, chat: bool) -> PromptLine:
     try:
         fields = parse_json(line.encode())
     except ValueError as error:
-        raise ConfigError(f"{where} is no JSON ({error}). {_EXAMPLE}") from error
+        raise ConfigError(f"{where} is not JSON ({error}). {_EXAMPLE}") from error
     if isinstance(fields, dict) and "messages" in fields:
         if not chat:
-            raise ConfigError(f'{where} has "messages": a chat template renders these, with --chat.')
+            raise ConfigError(f'{where} has "messages", which need a chat template: give --chat.')
         # The messages replace the prompt text.
         return PromptLine("", fields)
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):

@@ -172,8 +172,8 @@ def _create_session(options: GenerateOptions, device: torch.device) -> Generatio
     # A single prompt occupies one context group only.
     if not options.has_many and mesh.data > 1:
         raise ConfigError(
-            f"parallel.context={mesh.context} of {mesh.world_size} ranks: the ranks that share one prompt would leave "
-            f"the others nothing to do.\nLeave --parallel.context out, or give many prompts: --prompts-file F"
+            f"parallel.context={mesh.context} on {mesh.world_size} ranks: a single prompt would leave the other ranks "
+            "idle.\nLeave out --parallel.context, or give several prompts: --prompts-file F"
         )
     # Filled on rank 0 only: other ranks need the ids, not the texts.
     prompts: list[PromptLine] = []
@@ -189,7 +189,9 @@ def _read_and_check(
     prompts += source.read()
     turn_ends: set[int] = set()
     if source.chat and model_source.model.encoder_layers:
-        raise ConfigError("--chat is for a decoder alone, and this model has an encoder: give --prompt, what it reads.")
+        raise ConfigError(
+            "--chat needs a decoder-only model, and this one has an encoder: give its source with --prompt."
+        )
     if source.chat:
         prompt_ids, turn_ends = encode_chat_prompts(source, prompts, model_source)
     else:

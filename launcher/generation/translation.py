@@ -53,16 +53,13 @@ class Translation:
 
     def __post_init__(self) -> None:
         if self.samples is not None and self.samples < 1:
-            raise ConfigError(
-                f"--samples {self.samples}: there is no score without a pair. Take 1 or more; without the option all "
-                "pairs are read."
-            )
+            raise ConfigError(f"--samples {self.samples} must be at least 1; without the option, all pairs are read.")
         if self.beams < 1:
-            raise ConfigError(f"--beams {self.beams} must be at least 1, which is greedy. Take --beams 4 for a search.")
+            raise ConfigError(f"--beams {self.beams} must be at least 1 (greedy decoding). Try --beams 4.")
         if self.answer_tokens is not None and self.answer_tokens < 1:
             raise ConfigError(
-                f"--answer-tokens {self.answer_tokens} leaves nothing for an answer. Take 1 or more; without the "
-                f"option it is {_LONGER} times the longest source and {_EXTRA_TOKENS}."
+                f"--answer-tokens {self.answer_tokens} must be at least 1; the default is {_LONGER} times the longest "
+                f"source plus {_EXTRA_TOKENS}."
             )
 
 
@@ -138,8 +135,8 @@ def _open(checkpoint: Path) -> ModelSource:
     model_source = open_model(checkpoint, None)
     if not model_source.model.encoder_layers:
         raise ConfigError(
-            f"{checkpoint} has no encoder (model.encoder_layers=0), so it translates nothing. Take a model that was "
-            "trained on pairs; `evaluate --list` names tasks for others."
+            f"{checkpoint} has no encoder (model.encoder_layers=0), so it cannot translate. Use a model trained on "
+            "pairs; `evaluate --list` lists tasks for other models."
         )
     return model_source
 
@@ -152,10 +149,10 @@ def _read(options: Translation, model_source: ModelSource, found: list[_Texts]) 
     """
     shards = _pairs(options, model_source)
     if not shards.manifest.has_sources:
-        raise ConfigError(f"{shards.folder} holds no pairs. Name a folder that was built with --source-field: --pairs.")
+        raise ConfigError(f"{shards.folder} holds no pairs. Name a folder built with --source-field: --pairs FOLDER.")
     check_same_tokenizer(model_source.folder, shards)
     if not shards.num_documents:
-        raise ConfigError(f"{shards.folder} holds no documents. Name another folder of pairs: --pairs FOLDER.")
+        raise ConfigError(f"{shards.folder} holds no documents. Name another folder with pairs: --pairs FOLDER.")
     count = min(options.samples or shards.num_documents, shards.num_documents)
     side = SourceSide(shards)
     fitting = _fitting(side.lengths_of(np.arange(count)), model_source.model, shards)
@@ -175,11 +172,11 @@ def _fitting(lengths: np.ndarray, model: ModelConfig, shards: ShardSet) -> list[
     fitting = np.flatnonzero(lengths <= model.max_positions).tolist()
     if fitting:
         return fitting
-    hint = "Name pairs with shorter ones: --pairs FOLDER"
+    hint = "Name pairs with shorter sources: --pairs FOLDER"
     if len(lengths) < shards.num_documents:
-        hint = f"Read more of its {shards.num_documents:,} pairs (--samples N), or name others: --pairs FOLDER"
+        hint = f"Read more pairs (--samples N, up to {shards.num_documents:,}), or name others: --pairs FOLDER"
     raise ConfigError(
-        f"no source of the {len(lengths):,} pairs that are read of {shards.folder} fits the model's "
+        f"the sources of the {len(lengths):,} pairs read from {shards.folder} all exceed the model's "
         f"{model.max_positions:,} positions (model.max_positions): the shortest has {lengths.min():,} tokens.\n{hint}"
     )
 
@@ -190,9 +187,8 @@ def _pairs(options: Translation, model_source: ModelSource) -> ShardSet:
     if found is not None:
         return found
     raise ConfigError(
-        f"translation needs pairs that the model was not trained on, and {model_source.folder} is in no run "
-        "whose validation "
-        "folder is here.\nName a folder of pairs: --pairs FOLDER"
+        f"translation needs held-out pairs, and {model_source.folder} is not in a run with an available validation "
+        "folder.\nName a folder with pairs: --pairs FOLDER"
     )
 
 

@@ -31,8 +31,8 @@ _MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 def benchmark_matmuls(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
     """Measure FLOPs per second in a linear layer: the forward matmul, and both backward matmuls together."""
     axes = {"tokens": sizes.tokens, "width": sizes.widths}
-    forward = ProfileEntry("product_flops", axes, "products of a linear layer, forward")
-    backward = ProfileEntry("product_backward_flops", axes, "its two products of backward")
+    forward = ProfileEntry("product_flops", axes, "linear layer, forward matmul")
+    backward = ProfileEntry("product_backward_flops", axes, "linear layer, both backward matmuls")
     for dtype, (N, M) in product(DTYPES, product(sizes.tokens, sizes.widths)):
         x_NM, weight_MM, dy_NM = (torch.randn(rows, M, device=clock.device, dtype=dtype) / M**0.5 for rows in (N, M, N))
         matmul_mode: MatmulMode = fastest_matmul_mode()
@@ -60,9 +60,9 @@ def benchmark_attention(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[Pro
     """Measure attention FLOPs per second, forward and backward, for causal documents, full squares, and sliding
     windows.
     """
-    yield from _table(clock, sizes, "", "length", sizes.lengths, "causal attention of whole documents")
-    yield from _table(clock, sizes, "full_", "length", sizes.squares, "attention of queries that see all keys")
-    yield from _table(clock, sizes, "window_", "window", sizes.windows, "causal attention under a window")
+    yield from _table(clock, sizes, "", "length", sizes.lengths, "causal attention within documents")
+    yield from _table(clock, sizes, "full_", "length", sizes.squares, "attention without a mask")
+    yield from _table(clock, sizes, "window_", "window", sizes.windows, "causal sliding-window attention")
 
 
 def slices_of(kind: str, size: int, tokens: int) -> list[AttentionSlice]:
@@ -84,7 +84,7 @@ def _table(
     axes = {axis: points, "head_dim": sizes.head_dims}
     note = ""
     if clock.device.type == "cuda":
-        note = f"; float32 at {points[0]} and heads of {sizes.head_dims[0]} alone"
+        note = f"; float32 only at {points[0]} and with head_dim {sizes.head_dims[0]}"
     forward = ProfileEntry(f"{kind}attention_flops", axes, f"{description}, forward{note}")
     backward = ProfileEntry(f"{kind}attention_backward_flops", axes, f"{description}, backward{note}")
     for dtype, (size, D) in product(DTYPES, product(points, sizes.head_dims)):

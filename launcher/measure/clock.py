@@ -56,7 +56,7 @@ class RankTimer:
         long_barrier()
         # Ranks measure different seconds; the slowest one sets the repeat count for all.
         once = torch.tensor([self._once(action, 1)], dtype=torch.float64, device=self.device)
-        Communicator().all_reduce(once, world_group(), operation="agreeing on a number of calls", largest=True)
+        Communicator().all_reduce(once, world_group(), operation="agreeing on a call count", largest=True)
         repeats = min(max(1, int(_TOGETHER_SECONDS / max(once.item(), 1e-6))), _MOST_TOGETHER)
         times = []
         for _ in range(_ROUNDS):

@@ -37,7 +37,7 @@ def benchmark_elementwise(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[P
     names = ("activation_bandwidth", "activation_backward_bandwidth")
     yield from _table(clock, sizes, names, (3, 6), _activations, "gated activation")
     names = ("routing_bandwidth", "routing_backward_bandwidth")
-    yield from _table(clock, sizes, names, (4, 8), _routing, "tokens to local experts and back, routing with it")
+    yield from _table(clock, sizes, names, (4, 8), _routing, "routing, and copying tokens to local experts and back")
     # The loss runs in cache-sized blocks for any number of tokens, so there is one rate.
     loss = ProfileEntry("loss_bandwidth", {}, "logits to losses and gradients")
     N, V = sizes.logits

@@ -21,8 +21,8 @@ def benchmark_links(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[Profile
         yield from _of_one_rank(clock, sizes)
         return
     axes = {"bytes": sizes.message_bytes}
-    hops = ProfileEntry("node_bandwidth", axes, "hops of a ring, all ranks at once")
-    exchanges = ProfileEntry("exchange_bandwidth", axes, "all-to-all of all ranks")
+    hops = ProfileEntry("node_bandwidth", axes, "ring hops, all ranks at once")
+    exchanges = ProfileEntry("exchange_bandwidth", axes, "all-to-all over all ranks")
     ranks, of_hops = num_ranks(), []
     for num_bytes in sizes.message_bytes:
         sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
@@ -35,18 +35,18 @@ def benchmark_links(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[Profile
     yield hops
     yield exchanges
     largest = sizes.message_bytes[-1] / of_hops[-1]
-    yield ProfileEntry.of("network_bandwidth", largest, "the largest hop within this machine stands for a network")
+    yield ProfileEntry.of("network_bandwidth", largest, "the largest hop within this machine, in place of a network")
     # Latency: the smallest message's time beyond its bytes, at the largest message's rate.
     minimum = max(of_hops[0] - sizes.message_bytes[0] * of_hops[-1] / sizes.message_bytes[-1], 1e-7)
     yield ProfileEntry.of("message_seconds", minimum, "the smallest hop")
     yield ProfileEntry.of(
-        "hidden_share", _hidden_share(clock, sizes.message_bytes[-1]), "a product beside a hop, and alone"
+        "hidden_share", _hidden_share(clock, sizes.message_bytes[-1]), "a matmul with a concurrent hop, and without"
     )
 
 
 def _of_one_rank(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
     """Yield the link entries that a profile must have, for a single rank without links."""
-    description = "one rank has no links: copies within memory stand for them"
+    description = "a single rank has no links: in-memory copies are measured instead"
     x = torch.zeros(sizes.message_bytes[-1], dtype=torch.uint8, device=clock.device)
     bandwidth = sizes.message_bytes[-1] / clock.seconds(x.clone)
     for name in ("node_bandwidth", "network_bandwidth"):
@@ -76,7 +76,7 @@ def _hidden_share(clock: RankTimer, num_bytes: int) -> float:
     hop_seconds, product = clock.together(lambda: _hop(sent, received)), clock.seconds(lambda: torch.mm(x_MM, x_MM))
     # The repeat count must match on all ranks, because they wait for one another.
     times = torch.tensor([max(1.0, hop_seconds / product)], dtype=torch.float64, device=clock.device)
-    Communicator().all_reduce(times, world_group(), operation="agreeing on a number of products", largest=True)
+    Communicator().all_reduce(times, world_group(), operation="agreeing on a matmul count", largest=True)
     repeats = min(int(times.item()), 10000)
 
     def multiply() -> None:

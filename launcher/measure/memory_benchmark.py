@@ -24,19 +24,19 @@ _CONTEXT_BYTES = 1 << 30
 def benchmark_memory(clock: RankTimer, sizes: BenchmarkSizes, folder: Path) -> Iterator[ProfileEntry]:
     """Measure device and host bytes, copies between them, copies within the host, and a file in ``folder``."""
     ranks, host = num_ranks(), available_bytes()
-    yield ProfileEntry.of("host_memory_bytes", host / ranks, "what is free of the machine's memory, a rank's share")
-    device_bytes, description = host / ranks, "what is free of the machine's memory, a rank's share"
+    yield ProfileEntry.of("host_memory_bytes", host / ranks, "free host memory per rank")
+    device_bytes, description = host / ranks, "free host memory per rank"
     if clock.device.type == "cuda":
         device_bytes = torch.cuda.get_device_properties(clock.device).total_memory - _CONTEXT_BYTES
-        description = "the device's memory, less 1 GiB for its context"
+        description = "device memory, less 1 GiB for the context"
     yield ProfileEntry.of("memory_bytes", device_bytes, description)
     peak = peak_device_flops(device_name(clock.device), "bfloat16") or 0.0
-    yield ProfileEntry.of("peak_flops", peak, "the maker's data sheet for bfloat16; 0 is not known")
+    yield ProfileEntry.of("peak_flops", peak, "the bfloat16 data sheet peak; 0 means unknown")
     # Too large for any cache. A copy reads and writes every byte.
     x = torch.zeros(sizes.tensor_bytes[-1], dtype=torch.uint8)
     copied = 2 * len(x) / clock.seconds(x.clone)
-    yield ProfileEntry.of("host_memory_bandwidth", copied, "copies within the machine's memory")
-    yield ProfileEntry.of("host_bandwidth", _to_host(clock, sizes.tensor_bytes[-1]), "copies to the machine's memory")
+    yield ProfileEntry.of("host_memory_bandwidth", copied, "copies within host memory")
+    yield ProfileEntry.of("host_bandwidth", _to_host(clock, sizes.tensor_bytes[-1]), "copies to host memory")
     yield ProfileEntry.of(
         "disk_bandwidth", _file_bandwidth(clock, folder, sizes.file_bytes), "a file in the working folder"
     )

@@ -61,7 +61,7 @@ def _parts(options: dict[str, Any], device: torch.device) -> Iterator[tuple[str,
     from launcher.measure.state_benchmark import benchmark_process, benchmark_state
 
     clock = RankTimer(device, round_seconds=sizes.round_seconds, cpu_time=options["cpu_time"])
-    yield "the program itself", benchmark_process(clock, sizes)
+    yield "the process itself", benchmark_process(clock, sizes)
     yield "memory and disk", benchmark_memory(clock, sizes, Path(options["folder"]))
     yield "links between ranks", benchmark_links(clock, sizes)
     yield "products", benchmark_matmuls(clock, sizes)

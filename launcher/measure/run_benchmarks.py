@@ -52,8 +52,8 @@ def benchmark_machine(options: BenchmarkOptions, folder: Path, progress: Callabl
 
 
 _NOTES = (
-    "What one rank of this machine attains while the others do the same; `longctx plan --device measured` reads it.",
-    "A table's rows are its first sizes, its columns the second ones. Bytes, FLOPs or parameters a second.",
+    "Rates of one rank on this machine while the other ranks do the same; `longctx plan --device measured` reads them.",
+    "Table rows are the first axis's sizes, columns the second's. Bytes, FLOPs or parameters per second.",
 )
 
 
@@ -66,16 +66,16 @@ def _num_ranks(options: BenchmarkOptions) -> int:
         gpus = torch.cuda.device_count()
     if options.device == "cuda" and gpus < max(options.ranks, 1):
         raise ConfigError(
-            f"--device cuda: {max(options.ranks, 1)} ranks need as many GPUs, and torch {torch.__version__} sees "
-            f"{gpus} here.\nUse --device cpu, or at most that many --ranks."
+            f"--device cuda: {max(options.ranks, 1)} ranks need as many GPUs, and torch {torch.__version__} finds "
+            f"{gpus}.\nUse --device cpu, or at most that many --ranks."
         )
     if not 0 <= options.ranks <= _MOST_RANKS:
-        raise ConfigError(f"--ranks {options.ranks} must be 1 to {_MOST_RANKS}, or 0 for one each GPU.")
+        raise ConfigError(f"--ranks {options.ranks} must be 1 to {_MOST_RANKS}, or 0 for one per GPU.")
     ranks = options.ranks or max(1, gpus)
     if 0 < gpus < ranks and os.environ.get("DS_ACCELERATOR") != "cpu":
         raise ConfigError(
-            f"--device {options.device}: {ranks} ranks need as many GPUs, and this machine has {gpus}, which ranks on "
-            f"the CPU would leave idle.\nUse --ranks {gpus}, or --device cpu."
+            f"--device {options.device}: {ranks} ranks need as many GPUs, and this machine has {gpus}, which CPU "
+            f"ranks would leave idle.\nUse --ranks {gpus}, or --device cpu."
         )
     return ranks
 
@@ -150,14 +150,14 @@ def _read(result: Path, ranks: int, place: Path) -> list[ProfileEntry]:
             raise getattr(errors, answer["kind"], ClusterError)(answer["error"])
     for answer in answers:
         if "error" in answer:
-            raise RuntimeError(f"a process that measures failed:\n{answer['error']}")
+            raise RuntimeError(f"a benchmark process failed:\n{answer['error']}")
     if not answers:
         log_tail = "\n".join((place / f"{rank}.log").read_text()[-1000:] for rank in range(ranks))
         raise ClusterError(
-            f"The processes that measure ended without a word. Their last ones:\n{log_tail.strip()[-2000:]}"
+            f"The benchmark processes ended without a result. Their last output:\n{log_tail.strip()[-2000:]}"
         )
     return [ProfileEntry(**values) for values in answers[0]["figures"]] + [
-        ProfileEntry.of("ranks", ranks, "processes that measured at the same time")
+        ProfileEntry.of("ranks", ranks, "benchmark processes at the same time")
     ]
 
 

@@ -45,11 +45,11 @@ class _Step(NamedTuple):
 def benchmark_state(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
     """Measure parameters per second for each part, by stage and dtype, and seconds independent of parameters."""
     axes = {"stage": [stage + 1 for stage in _STAGES]}
-    description = "steps of a few tokens, models of two sizes"
+    description = "steps with few tokens, models in two sizes"
     names = ("gradient_parameters", "reduction_parameters", "update_parameters")
     rates = [ProfileEntry(name, axes, f"{description}: {name.partition('_')[0]}") for name in names]
     names = ("layer_seconds", "micro_batch_seconds", "step_seconds")
-    fixed = [ProfileEntry(name, axes, f"{description}, parameters apart") for name in names]
+    fixed = [ProfileEntry(name, axes, f"{description}, parameter-independent") for name in names]
     for dtype in DTYPES:
         for stage in _STAGES:
             # DeepSpeed's stage 0 cannot accumulate bfloat16 in float32: the config check rejects such runs, so this
@@ -78,7 +78,7 @@ def benchmark_process(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[Profi
     # The first step imports many modules, and some of them allocate.
     _step(clock, _config(1, torch.float32, width=sizes.state_widths[0], layers=1, vocabulary=256), num_steps=1)
     rss_bytes = psutil.Process().memory_info().rss
-    yield ProfileEntry.of("process_bytes", rss_bytes, "resident memory of a rank after steps of a tiny model")
+    yield ProfileEntry.of("process_bytes", rss_bytes, "a rank's resident memory after steps with a tiny model")
 
 
 class _Stage:

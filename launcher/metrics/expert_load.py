@@ -159,6 +159,6 @@ def idle_experts(record: Mapping[str, Any], num_experts: int) -> np.ndarray | No
     except (ValueError, zlib.error) as error:
         raise DataError(f"{METRICS_FILE}, step {record['step']}: expert_idle cannot be read ({error}).") from error
     if len(unpacked) != num_bytes:
-        raise DataError(f"{METRICS_FILE}, step {record['step']}: expert_idle is not of {size} experts.")
+        raise DataError(f"{METRICS_FILE}, step {record['step']}: expert_idle does not cover {size} experts.")
     bits = np.frombuffer(unpacked, dtype=np.uint8)
     return np.unpackbits(bits, count=size).astype(bool).reshape(-1, num_experts)

@@ -116,7 +116,7 @@ def _train_parts(record: Mapping[str, Any]) -> dict[str, str]:
         ("goodput", lambda x: f"goodput {x:.1%}"),
         ("stalled_seconds", lambda x: f"stalled {x:.1f} s"),
     )
-    parts = {"loss": "no token counts"} if record["loss"] is None else {}
+    parts = {"loss": "no target tokens"} if record["loss"] is None else {}
     for key, form in formats:
         # Records contain 0 if the device cannot report its peak memory.
         is_unknown = record.get(key) is None or (key == "max_memory_bytes" and not record[key])
@@ -133,7 +133,7 @@ def _train_parts(record: Mapping[str, Any]) -> dict[str, str]:
 
 def _validation_parts(record: Mapping[str, Any]) -> dict[str, str]:
     if record["loss"] is None:
-        return {"loss": "validation: no token counts"}
+        return {"loss": "validation: no target tokens"}
     parts = {"loss": f"validation loss {record['loss']:.4f}"}
     # The unigram entropy is the loss when a model knows token frequencies only: a useful model is below it.
     entropy = record.get("unigram_entropy")
@@ -142,7 +142,7 @@ def _validation_parts(record: Mapping[str, Any]) -> dict[str, str]:
         if record["loss"] > entropy:
             side = "above"
         distance = abs(record["loss"] - entropy)
-        parts["frequencies"] = f"{distance:.4f} nats {side} the token frequencies' {entropy:.4f}"
+        parts["frequencies"] = f"{distance:.4f} nats {side} the unigram entropy {entropy:.4f}"
     if record.get("num_targets") is not None:
         parts["num_targets"] = f"{short_number(record['num_targets'])} targets"
     return parts
@@ -191,7 +191,7 @@ class LiveLine:
         """Show a completed step."""
         if self._bar is None:
             return
-        parts = ["no token counts" if record["loss"] is None else f"loss {record['loss']:.4f}"]
+        parts = ["no target tokens" if record["loss"] is None else f"loss {record['loss']:.4f}"]
         if record.get("tokens_per_second"):
             parts.append(f"{short_number(record['tokens_per_second'])} tok/s")
         if seconds_left is not None:

@@ -50,7 +50,7 @@ class MetricsWriter:
         record = compact_record(record)
         # The system accepts writes to a deleted file, but they would be lost.
         if os.fstat(self._file.fileno()).st_nlink == 0:
-            raise OSError(errno.ESTALE, "somebody has removed the run's metrics", str(self._path))
+            raise OSError(errno.ESTALE, "the run's metrics file was removed", str(self._path))
         self._file.write(encode(record) + "\n")
         # Line by line: a killed run loses no completed step.
         self._file.flush()

@@ -88,7 +88,7 @@ def check_record(record: Mapping[str, Any]) -> None:
     step = record["step"]
     # In Python a bool is an int.
     if not isinstance(step, int) or isinstance(step, bool):
-        raise ValueError(f"step={step!r} must be a whole number")
+        raise ValueError(f"step={step!r} must be an integer")
 
 
 def _take_non_finite(value: Any, path: str, found: dict[str, str]) -> Any:
@@ -125,7 +125,7 @@ def read_metrics(folder: Path | str) -> list[Record]:
         raise DataError(f"{path} does not exist. Give the run's folder (run.output_dir), which holds {METRICS_FILE}.")
     lines, torn = _split_lines(path.read_bytes())
     if torn:
-        logger.warning("%s:%d: passed over a line that was cut short", path, len(lines) + 1)
+        logger.warning("%s:%d: skipped a truncated line", path, len(lines) + 1)
     return list(_decode_lines(path, lines))
 
 
@@ -210,8 +210,8 @@ def _decode_lines(path: Path, lines: Sequence[bytes]) -> Iterator[Record]:
             yield decode(line)
         except ValueError as error:
             raise DataError(
-                f"{path}:{number}: not a metrics record: {error}.\n"
-                "The file is written one JSON object a line; mend or remove this line."
+                f"{path}:{number}: not a metrics record: {error}.\nThe file has one JSON object per line; fix or "
+                "remove this line."
             ) from error
 
 

@@ -157,16 +157,16 @@ def load_hardware(given: str) -> Hardware:
         path = Path(MEASURED_FILE)
         if not path.is_file():
             raise ConfigError(
-                f"--device measured reads {MEASURED_FILE} in the working folder, {Path.cwd()}, and it is not there.\n"
-                "`longctx measure` writes it: it measures this machine in about a minute."
+                f"--device measured reads {MEASURED_FILE}, which is missing in the working folder {Path.cwd()}.\nRun "
+                "`longctx measure` to write it: it takes about a minute."
             )
     elif not path.is_file():
         names = list(known)
         names.append(MEASURED)
         question = did_you_mean(given, names, most=1)
         raise ConfigError(
-            f"--device {given} is neither a profile nor a file of one.{question}\n"
-            f"Profiles: {', '.join(known)}, or {MEASURED} after `longctx measure`."
+            f"--device {given} is neither a profile nor a profile file.{question}\nProfiles: {', '.join(known)}, or "
+            f"{MEASURED} after `longctx measure`."
         )
     return hardware_from_values(read_toml(path, f"--device {given}"), given)
 
@@ -176,8 +176,10 @@ def hardware_from_values(values: dict[str, Any], given: str) -> Hardware:
     unknown = sorted(set(values) - {"name", "device_type", *KERNELS} - set(_FIELDS))
     missing = [name for name in _REQUIRED if name not in values]
     if unknown or missing:
-        problems = [f"{name} is not known" for name in unknown] + [f"{name} is missing" for name in missing]
-        raise ConfigError(f"--device {given} is no profile: {', '.join(problems)}.\nCopy a shipped one: {FOLDER}.")
+        problems = [f"{name} is unknown" for name in unknown] + [f"{name} is missing" for name in missing]
+        raise ConfigError(
+            f"--device {given} is not a valid profile: {', '.join(problems)}.\nCopy a shipped one: {FOLDER}."
+        )
     device_type = values.get("device_type", "cuda")
     if device_type not in ("cpu", "cuda"):
         raise ConfigError(f'--device {given}: device_type = {device_type!r} is neither "cpu" nor "cuda".')
@@ -198,7 +200,7 @@ def _of_kernel(kernel: str, sections: Any, given: str, sources: dict[str, str]) 
     """Read a kernel's rates, and add their sources to ``sources``; take missing rates from related ones."""
     names = [name for name in SIZES if "attention" in name]
     if not isinstance(sections, dict) or not set(sections) <= set(names):
-        raise ConfigError(f"--device {given}: [{kernel}] may have {', '.join(names)}, and nothing else.")
+        raise ConfigError(f"--device {given}: [{kernel}] may only have {', '.join(names)}.")
     found: dict[str, Rate] = {}
     for name, section in sections.items():
         found[name], sources[f"{kernel}.{name}"] = _read_value(name, section, given)
@@ -210,7 +212,7 @@ def _of_kernel(kernel: str, sections: Any, given: str, sources: dict[str, str]) 
 
 
 def _read_value(name: str, section: Any, given: str) -> tuple[Any, str]:
-    problem = "it is no section with a source"
+    problem = "it must be a section with a source"
     if isinstance(section, dict) and isinstance(section.get("source"), str) and section["source"]:
         if name in SIZES:
             rate = read_rate(section, SIZES[name])
@@ -218,14 +220,14 @@ def _read_value(name: str, section: Any, given: str) -> tuple[Any, str]:
                 return rate, section["source"]
             problem = rate
         elif set(section) != {"value", "source"}:
-            problem = "it must have a value and a source and nothing else"
+            problem = "it must have exactly a value and a source"
         elif _is_valid_value(name, section["value"]):
             return float(section["value"]), section["source"]
         else:
-            problem = f"value = {section['value']!r} is no number that it can be"
+            problem = f"value = {section['value']!r} is not a valid number"
     raise ConfigError(
         f"--device {given}: {name} is {str(section)[:200]}: {problem}.\n"
-        f'Write [{name}], value = 1e12, source = "where it comes from".'
+        f'Write [{name}], value = 1e12, source = "its origin".'
     )
 
 

@@ -272,7 +272,7 @@ def check_memory(
     if problem is None:
         return
     if problem_with(available_bytes(with_growth=True)) is None:
-        log.warning("%s\nThis machine's memory may grow while it is used, so the run starts all the same.", problem)
+        log.warning("%s\nThis machine's memory may grow during use, so the run starts anyway.", problem)
         return
     hint = _memory_hint(config, model, need, world_size, on_gpu=gpu is not None)
     raise ConfigError(f"{problem}\n{hint}")
@@ -297,14 +297,14 @@ def why_too_large(
         has = f"and {gib(gpu_bytes)} are free on its GPU"
         return "\n".join([_headline(need.on_device, has, parameters), *_parts(config, need)])
     if gpu_bytes is not None and local_ranks * need.host > host_bytes:
-        has = f"{ranks} of it run on this machine, and {gib(host_bytes)} of memory are free for what is offloaded"
+        has = f"with {ranks} on this machine and {gib(host_bytes)} of host memory free for offloading"
         return "\n".join([_headline(need.host, has, parameters), *_parts(config, need)])
     if gpu_bytes is None and local_ranks * need.training > host_bytes:
-        has = f"{ranks} of it run on this machine, and {gib(host_bytes)} are free"
+        has = f"with {ranks} on this machine and {gib(host_bytes)} free"
         return "\n".join([_headline(need.training, has, parameters), *_parts(config, need)])
     if local_ranks * need.building > host_bytes:
-        has = f"{ranks} of it run on this machine, and {gib(host_bytes)} of memory are free"
-        how = "  Stage 3 lays a rank's weights end to end in the machine's memory before they go to its GPU."
+        has = f"with {ranks} on this machine and {gib(host_bytes)} of host memory free"
+        how = "  Stage 3 flattens a rank's weights in host memory before copying them to its GPU."
         return f"{_headline(need.building, has, parameters)}\n{how}"
     return None
 
@@ -322,11 +322,11 @@ def _parts(config: ResolvedConfig, need: Memory) -> list[str]:
     }
     lines = [f"  {name:<12}{gib(getattr(need, name)):>12}  {text}" for name, text in how.items()]
     if need.kept_on_disk:
-        lines.append(f"  {'stored':<12}{'-' + gib(need.kept_on_disk):>12}  of these, in train.store_path")
+        lines.append(f"  {'stored':<12}{'-' + gib(need.kept_on_disk):>12}  moved to train.store_path")
     lines.append(f"  {'together':<12}{gib(need.training):>12}  (zero.stage={config.zero.stage})")
     if need.disk:
-        lines.insert(-1, f"  {'buffers':<12}{gib(need.buffers):>12}  for what is swapped: zero.sub_group_size decides")
-        lines.insert(-1, f"  {'swapped':<12}{'-' + gib(need.disk):>12}  of these, to zero.nvme_path")
+        lines.insert(-1, f"  {'buffers':<12}{gib(need.buffers):>12}  for swapping: zero.sub_group_size sets their size")
+        lines.insert(-1, f"  {'swapped':<12}{'-' + gib(need.disk):>12}  moved to zero.nvme_path")
     if need.host:
         lines.append(f"  {'offloaded':<12}{gib(need.host):>12}  of these")
     return lines
@@ -342,14 +342,14 @@ def _memory_hint(config: ResolvedConfig, model: ModelConfig, need: Memory, world
     if smaller.training < need.training:
         lines.append(
             f"--zero.stage 3 and --train.keep {keep} would need {gib(smaller.training)} on each of "
-            f"{format_count(world_size, 'rank')}; more machines need less each."
+            f"{format_count(world_size, 'rank')}; more machines reduce this."
         )
     else:
-        lines.append("More machines, a larger parallel.context (fewer tokens a rank) or a smaller model need less.")
+        lines.append("More machines, a larger parallel.context (fewer tokens per rank) or a smaller model need less.")
     # Only with a GPU: on a CPU there is no other memory to move to.
     if on_gpu:
         lines.extend(_offload_hint(changed, model, world_size))
-    lines.append("--run.memory_check false starts all the same.")
+    lines.append("--run.memory_check false starts anyway.")
     return "\n".join(lines)
 
 
@@ -364,8 +364,8 @@ def _offload_hint(changed: ResolvedConfig, model: ModelConfig, world_size: int) 
     most = memory_of_rank(changed.changed(moved), model, world_size)
     flags = [f"--{key} {value}" for key, value in moved.items()]
     return [
-        f"With {' and '.join(flags)} as well it is {gib(most.on_device)} on the GPU and {gib(most.host)} in the "
-        "machine's memory."
+        f"With {' and '.join(flags)} as well, it is {gib(most.on_device)} on the GPU and {gib(most.host)} in host "
+        "memory."
     ]
 
 

@@ -69,11 +69,11 @@ def rank_kinds(config: RunConfig) -> list[RankKind]:
     names: dict[int, list[str]] = {0: []}
     if ring > 1:
         for place, ring_rank in (("first", 0), ("middle", ring // 2), ("last", ring - 1)):
-            names.setdefault(ring_rank * parallel.ulysses, []).append(f"{place} of the ring")
+            names.setdefault(ring_rank * parallel.ulysses, []).append(f"{place} ring rank")
     if parallel.ulysses > 1:
         # If heads do not divide evenly, the last rank has fewer.
-        names.setdefault(parallel.ulysses - 1, []).append("last of those that split heads")
+        names.setdefault(parallel.ulysses - 1, []).append("last rank in the Ulysses group")
     if parallel.expert > 1:
-        names[0].append("first that shares the experts")
-        names.setdefault(parallel.expert - 1, []).append("last that shares the experts")
+        names[0].append("first rank in the expert group")
+        names.setdefault(parallel.expert - 1, []).append("last rank in the expert group")
     return [RankKind(rank=rank, names=tuple(names[rank])) for rank in sorted(names)]

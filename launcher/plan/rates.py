@@ -94,7 +94,7 @@ def read_rate(given: Mapping[str, Any], axes: Sequence[str]) -> Rate | str:
         if name in given:
             found = _ascending(given[name])
             if found is None:
-                return f"{name} = {given[name]!r} is no ascending list of sizes above 0"
+                return f"{name} = {given[name]!r} is not an ascending list of sizes above 0"
             points[name] = found
     # Require both dtypes, or one value for all: a run in the other dtype must not use this one's rate by accident.
     tables = {name: given[name] for name in (ANY, *DTYPES) if name in given}
@@ -102,7 +102,7 @@ def read_rate(given: Mapping[str, Any], axes: Sequence[str]) -> Rate | str:
         return "it must have either a value, or one for float32 and one for bfloat16"
     unknown = sorted(set(given) - set(points) - set(tables) - {"source"})
     if unknown:
-        return f"{', '.join(unknown)} means nothing to it"
+        return f"{', '.join(unknown)} is not allowed here"
     shape, values = [len(of_axis) for of_axis in points.values()], {}
     for name, table in tables.items():
         flat = _flat(table, shape)

@@ -17,15 +17,15 @@ from launcher.plan.workspace import expected_kernel
 from launcher.wording import format_count
 
 _PARTS = {
-    "products": "products of weights",
+    "products": "weight matmuls",
     "attention": "attention",
     "elementwise": "norms, activations, loss",
-    "hops": "waiting for keys and values",
-    "all_to_alls": "heads and tokens to experts",
-    "moves": "waiting for what is stored elsewhere",
+    "hops": "waiting for KV blocks",
+    "all_to_alls": "all-to-alls for heads and experts",
+    "moves": "waiting for stored activations",
     "zero": "waiting for gradients and weights",
     "optimizer": "optimizer",
-    "host": "calling operators, bookkeeping",
+    "host": "operator calls, bookkeeping",
 }
 _MOST_ROWS = 10
 """Limit on search rows shown."""
@@ -36,14 +36,13 @@ Rows = tuple[list[str], list[list[str]]]
 def describe_run(config: ResolvedConfig, world: World, document_tokens: int) -> str:
     """Describe ranks and settings on one line, and a micro-batch on the next."""
     parallel, tokens = config.parallel, padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows)
-    documents = "one document a row"
+    documents = "one document per row"
     if document_tokens:
         documents = f"documents of {document_tokens:,} tokens"
     return (
-        f"{format_count(world.ranks, 'rank')} ({world.ranks_per_node} a machine): {words(config)}, "
-        f"{config.train.dtype}, "
-        f"layout {parallel.layout}\n"
-        f"{tokens:,} tokens a micro-batch, {tokens // parallel.context:,} of them on a rank, {documents}"
+        f"{format_count(world.ranks, 'rank')} ({world.ranks_per_node} per machine): {words(config)}, "
+        f"{config.train.dtype}, layout {parallel.layout}\n{tokens:,} tokens per micro-batch, "
+        f"{tokens // parallel.context:,} per rank, {documents}"
     )
 
 
@@ -52,7 +51,7 @@ def words(config: RunConfig) -> str:
     train, parallel, zero = config.train, config.parallel, config.zero
     parts = [f"context {parallel.context}"]
     if parallel.tokens_per_rank:
-        parts = [f"{parallel.tokens_per_rank:,} tokens a rank"]
+        parts = [f"{parallel.tokens_per_rank:,} tokens per rank"]
     parts += [f"{name} {getattr(parallel, name)}" for name in ("ulysses", "expert") if getattr(parallel, name) > 1]
     if train.micro_batch_rows > 1:
         parts.append(f"{train.micro_batch_rows} rows at once")
@@ -84,7 +83,7 @@ def headline(run: RunEstimate) -> str:
         message = f"It does not fit: {needs} at the peak, and a device has {has}."
     elif not run.fits:
         message = (
-            f"It does not fit: {gib(run.host_bytes)} on the host for each rank, and its share is "
+            f"It does not fit: {gib(run.host_bytes)} per rank on the host, and a rank's share is "
             f"{gib(run.hardware.host_memory_bytes)}."
         )
     description = describe_run(run.config, run.world, run.document_tokens)
@@ -99,21 +98,21 @@ def plan_memory_rows(run: RunEstimate) -> Rows:
     if b.process:
         rows.append(["the program", gib(b.process), "always"])
     rows += [
-        ["weights", gib(b.weights + b.gathered), "always; with stage 3, also those that are gathered"],
-        ["gradients", gib(b.gradients + b.reduction), "always; with what their reduction takes"],
+        ["weights", gib(b.weights + b.gathered), "always; with stage 3, includes gathered weights"],
+        ["gradients", gib(b.gradients + b.reduction), "always; includes reduction buffers"],
         ["optimizer", gib(b.optimizer), "always"],
         ["kept", gib(b.kept), "from forward to backward"],
         ["passing", gib(b.passing), "at the peak, in backward or in the loss"],
         ["peak", gib(b.peak), ""],
     ]
     if run.host_bytes:
-        rows.append(["on the host", gib(run.host_bytes), "for each rank: what is offloaded or kept there"])
+        rows.append(["on the host", gib(run.host_bytes), "per rank: offloaded or stored there"])
     if run.copy_bytes:
-        why = "of the machine's memory on top, while a checkpoint is written; without it training waits"
+        why = "extra host memory while a checkpoint is written; without it, training waits"
         rows.append(["a copy", gib(run.copy_bytes), why])
     if run.config.train.store == "disk":
-        rows.append(["on the disk", gib(b.kept_on_disk), "for each rank"])
-    return ["memory of a rank", "", "when"], rows
+        rows.append(["on the disk", gib(b.kept_on_disk), "per rank"])
+    return ["memory per rank", "", "when"], rows
 
 
 def seconds_rows(run: RunEstimate) -> Rows:
@@ -135,9 +134,9 @@ def plan_summary(run: RunEstimate, longest: int, longer: SettingsCandidate | Non
     config, world = run.config, run.world
     hours = run.run_hours
     lines = [
-        f"{run.tokens_per_second:,.0f} tokens a second, {run.tokens_per_second / world.ranks:,.0f} a device; "
-        f"{format_count(config.train.steps, 'step')} take {_hours(hours)} hours, "
-        f"{_hours(hours * world.ranks)} device-hours."
+        f"{run.tokens_per_second:,.0f} tokens per second, {run.tokens_per_second / world.ranks:,.0f} per device; "
+        f"{format_count(config.train.steps, 'step')} take {_hours(hours)} hours, {_hours(hours * world.ranks)} "
+        "device-hours."
     ]
     masked_mfu, full = run.utilisation(run.model_flops), run.utilisation(run.full_flops)
     if masked_mfu is not None and full is not None:
@@ -151,11 +150,11 @@ def plan_summary(run: RunEstimate, longest: int, longer: SettingsCandidate | Non
     if longer is not None:
         lines.append(
             f"Rows of {longer.config.data.seq_len:,} tokens fit with: {words(longer.config)} "
-            f"({gib(longer.peak_bytes)}, {longer.seconds:,.4g} s a step of {longer.config.train.tokens_per_step:,} "
+            f"({gib(longer.peak_bytes)}, {longer.seconds:,.4g} s per step of {longer.config.train.tokens_per_step:,} "
             "tokens)."
         )
     else:
-        lines.append("Longer rows fit with none: these ranks, what they keep and where were all tried (--search).")
+        lines.append("No settings fit longer rows on these ranks (--search tries them all).")
     return [*lines, "", _OF_BYTES, *_of_seconds(run)]
 
 
@@ -163,16 +162,15 @@ def _of_seconds(run: RunEstimate) -> list[str]:
     """Explain the seconds' source and reliability."""
     hardware, ranks = run.hardware, run.world.ranks_per_node
     if not hardware.ranks and hardware.device_type == "cpu":
-        return ["Seconds are those of an assumed core. `longctx measure` measures yours, for --device measured."]
+        return ["Seconds assume a generic core. `longctx measure` measures this machine's, for --device measured."]
     if not hardware.ranks:
         kernel = expected_kernel(run.config, hardware.device_type)
-        return [_OF_SECONDS, f"Attention is that of {kernel}; --parallel.kernel names another one."]
-    lines = ["Seconds come from what `longctx measure` found on a machine (--json has every figure and its source)."]
+        return [_OF_SECONDS, f"Attention uses the {kernel} kernel; --parallel.kernel selects another."]
+    lines = ["Seconds use rates from `longctx measure` (--json lists each rate with its source)."]
     if hardware.ranks != ranks:
         lines.append(
-            f"{format_count(int(hardware.ranks), 'rank')} measured it at once, and this run has {ranks} on a "
-            "machine, which "
-            f"share its cores, memory and links: `longctx measure --ranks {ranks}` measures as many."
+            f"The rates were measured with {format_count(int(hardware.ranks), 'rank')} at once, and this run has "
+            f"{ranks} per machine, sharing cores, memory and links: run `longctx measure --ranks {ranks}`."
         )
     return lines
 
@@ -184,12 +182,12 @@ def _hours(hours: float) -> str:
 
 
 _OF_BYTES = (
-    "Bytes are arithmetic that follows the trace (`plan --trace`), with what attention's kernel takes inside its "
-    "backward pass; NCCL's buffers, other kernels' workspaces and the allocator's gaps come on top."
+    "Bytes are computed as the trace counts them (`plan --trace`), including attention's backward workspace; NCCL "
+    "buffers, other kernels' workspaces and allocator fragmentation are extra."
 )
 _OF_SECONDS = (
-    "Seconds come from the profile's rates, each of which names its source (--json). No GPU has been measured by this "
-    "project yet: take them for an order, not for a promise."
+    "Seconds use the profile's rates, each with its source (--json). This project has not measured a GPU yet: expect "
+    "the order of magnitude only."
 )
 
 
@@ -199,9 +197,8 @@ _OF_SECONDS = (
 def count_line(found: SearchResult, hardware: Hardware) -> str:
     """Report how many settings were tried."""
     return (
-        f"{found.num_candidates:,} settings tried, {found.num_fitting:,} fit {hardware.name} with "
-        f"{HEADROOM:.0%} of its memory "
-        f"left, and {gib(hardware.host_memory_bytes)} of the host's for each rank."
+        f"{found.num_candidates:,} settings tried, {found.num_fitting:,} fit {hardware.name} with {HEADROOM:.0%} of "
+        f"its memory left, and {gib(hardware.host_memory_bytes)} of host memory per rank."
     )
 
 
@@ -223,17 +220,17 @@ def nearest_lines(leanest: SettingsCandidate, near: Nearest, world: World) -> li
     """Suggest changes if no settings fit."""
     hardware = leanest.hardware
     lines = [
-        f"Nothing fits {format_count(world.ranks, 'rank')}. The nearest settings: {words(leanest.config)}.",
-        f"They take {gib(leanest.peak_bytes)} of a device's {gib(hardware.memory_bytes * (1 - HEADROOM))} and "
-        f"{gib(leanest.host_bytes)} of {gib(hardware.host_memory_bytes)} on the host.",
+        f"No settings fit {format_count(world.ranks, 'rank')}. The nearest: {words(leanest.config)}.",
+        f"They need {gib(leanest.peak_bytes)} on a device with {gib(hardware.memory_bytes * (1 - HEADROOM))}, and "
+        f"{gib(leanest.host_bytes)} on the host with {gib(hardware.host_memory_bytes)}.",
     ]
     if near.seq_len:
-        lines.append(f"With them rows of {near.seq_len:,} tokens fit: --data.seq_len {near.seq_len}.")
+        lines.append(f"With them, rows of {near.seq_len:,} tokens fit: --data.seq_len {near.seq_len}.")
     if near.world is not None and near.candidate is not None:
         lines.append(
             f"Rows of {leanest.config.data.seq_len:,} tokens fit {near.world.ranks} ranks: "
-            f"{words(near.candidate.config)}, {near.candidate.seconds:,.3g} s a step."
+            f"{words(near.candidate.config)}, {near.candidate.seconds:,.3g} s per step."
         )
     if not leanest.config.train.store_path:
-        lines.append("A disk takes more: name a folder on a fast one with --train.store_path.")
+        lines.append("A disk has more room: name a folder on a fast one with --train.store_path.")
     return lines

@@ -28,8 +28,8 @@ def find_config(given: str) -> Path:
     path, known = Path(given), recipes()
     if path.is_file() and path.suffix in (".yaml", ".yml", ".json"):
         raise ConfigError(
-            f"--config {given} is no TOML: `lr = 1e-4` in the section `[train]` is what `lr: 1e-4` under `train:` is "
-            "in YAML.\n`longctx train --print-config` prints a whole config to start from."
+            f"--config {given} is not TOML: write YAML's `lr: 1e-4` under `train:` as `lr = 1e-4` under `[train]`."
+            "\n`longctx train --print-config` prints a full config to start from."
         )
     if path.is_file():
         return path
@@ -38,6 +38,6 @@ def find_config(given: str) -> Path:
     if name in known:
         return known[name]
     if path.exists():
-        raise ConfigError(f"--config {given} cannot be read: it is no file.")
+        raise ConfigError(f"--config {given} cannot be read: it is not a file.")
     question = did_you_mean(path.stem, list(known), most=1)
     raise ConfigError(f"--config {given} is neither a file nor a recipe.{question}\nRecipes: {', '.join(known)}.")

@@ -50,12 +50,12 @@ def audit_sections(events: Sequence[Record]) -> list[Section]:
     if not rows:
         return []
     caption = (
-        "Each ended the run. Test the machines that are named before you use them again; earlier steps of theirs may "
-        "have been wrong too."
+        "Each finding ended the run. Test the named machines before you use them again; their earlier steps may be "
+        "wrong, too."
     )
     if len(rows) > MAX_ROWS:
         caption = f"The last {MAX_ROWS} of {len(rows)}. {caption}"
-    column_names = ("Step", "Who", "What", "Values that differ", "Why it is known")
+    column_names = ("Step", "Who", "What", "Values that differ", "How it was found")
     return [
         Section(title="Wrong numbers", caption=caption, table=Table(column_names=column_names, rows=rows[-MAX_ROWS:]))
     ]

@@ -84,15 +84,15 @@ def comparison_sections(runs: Sequence[RunData], names: Sequence[str]) -> list[S
         caption = "Lines are training losses, smoothed; dots are validations."
     # Losses per token do not compare across tokenizers; losses per byte do.
     if plot is not None and scales is not None:
-        caption += " In bits a byte of the validation's text, because the runs' tokens are not the same."
+        caption += " In bits per byte of validation text, because the runs' tokenizers differ."
     positions = []
     if (by_position := plot_position_losses(runs, names)) is not None:
-        of_last = "Validation loss of each run's last validation, in nats of its own tokens."
+        of_last = "Each run's last validation, in nats per token of its own tokenizer."
         positions.append(Section(title="Loss by position", caption=of_last, plot=by_position))
     rows = differences(runs)
-    caption_diff = "The keys of the configs that differ; – where a run lacks one."
+    caption_diff = "Config keys that differ; – if a run lacks one."
     if not rows:
-        caption_diff = "The configs are the same, but for the folders."
+        caption_diff = "The configs are identical, except for the folders."
     return [
         Section(title="Side by side", caption="", table=metric_table(runs, names)),
         Section(title="Loss", caption=caption, plot=plot),
@@ -149,9 +149,9 @@ def plot_run_losses(
     if not plotted:
         return None
     if scales is None:
-        finish(axes, "tokens", "loss (nats a token)", plotted[0])
+        finish(axes, "tokens", "loss (nats per token)", plotted[0])
     else:
-        finish(axes, "tokens", "loss (bits a byte)", None)
+        finish(axes, "tokens", "loss (bits per byte)", None)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.legend(loc="upper right")
     return Markup(to_svg(fig, "loss"))
@@ -184,7 +184,7 @@ def plot_position_losses(runs: Sequence[RunData], names: Sequence[str]) -> Marku
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: binary_number(value)))
     axes.set_xlabel("position in the document, counted from 1 (tokens, log scale)")
-    axes.set_ylabel("loss (nats a token)")
+    axes.set_ylabel("loss (nats per token)")
     axes.legend(loc="best")
     return Markup(to_svg(fig, "positions"))
 
@@ -237,7 +237,7 @@ def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Pa
     evaluations = [load_evaluation(folder) for folder in folders]
     tasks = common_tasks(evaluations)
     if not tasks:
-        raise ConfigError(f"{', '.join(names)} have no task with depth in common: there is nothing to draw.")
+        raise ConfigError(f"{', '.join(names)} have no common task with depths, so there is nothing to plot.")
     page = Path(output or COMPARISON_FILE)
     # Scores first: a task without depth has no plot.
     parts = [_score_section(evaluations, names)]
@@ -248,7 +248,7 @@ def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Pa
         plot_file = page.with_name(f"{page.stem}_{task}.svg")
         write_atomically(plot_file, standalone(plot).encode())
         write_csv(plot_file.with_suffix(".csv"), rows)
-        caption = "The scale is fixed from 0 to 1; n is the number of samples; what was not tested is blank."
+        caption = "The scale is fixed from 0 to 1; n is the sample count; untested cells are blank."
         parts.append(Section(title=f"{task} by length and depth", caption=caption, plot=Markup(plot)))
     return _write(names, "evaluation", parts, output)
 

@@ -38,9 +38,9 @@ _LAYER_COLORS = ("#3b82c4", "#e08a1e", "#3a9d6e", "#d1495b", "#8e6bbf", "#8a8f98
 _CURVES = (
     ("expert_max_violation", "Max violation (busiest expert / mean − 1)"),
     ("expert_mean_violation", "Mean violation (mean distance from the mean / mean)"),
-    ("router_entropy", "Entropy of a token's probabilities (nats)"),
-    ("router_logit_rms", "Size of router logits (root mean square)"),
-    ("expert_dropped_share", "Share of choices dropped by capacity"),
+    ("router_entropy", "Router entropy per token (nats)"),
+    ("router_logit_rms", "Router logits (root mean square)"),
+    ("expert_dropped_share", "Share of assignments dropped by capacity"),
 )
 
 

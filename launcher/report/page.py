@@ -70,9 +70,9 @@ def report_sections(run: RunData) -> list[Section]:
 def _loss_section(run: RunData) -> Section:
     if not run.train and not run.validation_records:
         return Section(title="Loss", caption="No step has been logged yet.")
-    caption = "The run has not been validated yet: there is nothing to compare the training loss with."
+    caption = "The run has no validation yet to compare the training loss with."
     if any(record.get("unigram_entropy") is not None for record in run.validation_records):
-        caption = "A model that only knew how frequent each token is would be on the dashed line."
+        caption = "The dashed line is the loss when predicting by token frequency alone."
     plot = report_plots.plot_losses(
         run.train, run.validation_records, run.resumed_steps, [event["step"] for event in run.audits]
     )
@@ -86,16 +86,16 @@ def _validation_sections(run: RunData) -> list[Section]:
     parts = []
     if run.validation_records:
         rows = [_validation_row(record, run) for record in sample_evenly(run.validation_records, MAX_VALIDATION_ROWS)]
-        column_names = ("Step", "Tokens read", "Loss", "Perplexity", "Bits a byte", "Below unigram entropy")
+        column_names = ("Step", "Tokens read", "Loss", "Perplexity", "Bits per byte", "Below unigram entropy")
         table = Table(column_names=column_names, rows=rows)
-        parts.append(Section(title="Validations", caption="Loss in nats a token.", table=table))
+        parts.append(Section(title="Validations", caption="Loss in nats per token.", table=table))
     sampled = [record for record in run.validation_records if record.get("sample")]
     if sampled:
         # An empty prompt is not shown.
-        caption = "Greedy, by the weights of that step."
+        caption = "Greedy decoding with that step's weights."
         prompt = sampled[-1]["sample"]["prompt"]
         if prompt:
-            caption = f"Greedy, by the weights of that step, after {prompt!r}."
+            caption = f"Greedy decoding with that step's weights, after {prompt!r}."
         rows = [(f"{record['step']:,}", record["sample"]["text"]) for record in sample_evenly(sampled, MAX_SAMPLES)]
         table = Table(column_names=("Step", "Text"), rows=rows, has_text=True)
         parts.append(Section(title="Sample text", caption=caption, table=table))
@@ -141,8 +141,8 @@ def _position_section(run: RunData) -> Section:
     if len(measured) > 1:
         first = measured[0]
     caption = (
-        "A model that uses its context predicts later tokens of a document better: the curve falls to the right, "
-        "as far as the context helps."
+        "A model that uses its context predicts a document's later tokens better: the curve falls to the right, as "
+        "far as the context helps."
     )
     return Section(title=title, caption=caption, plot=Markup(report_plots.plot_position_loss(first, measured[-1])))
 
@@ -152,11 +152,11 @@ def _speed_section(run: RunData) -> Section:
     if not known(run.train, "tokens_per_second"):
         return Section(title=title, caption="No step has been timed yet.")
     waits, seconds = sum(known(run.train, "data_wait_seconds")), sum(known(run.train, "step_seconds"))
-    caption = "Model FLOPs leave out what is computed twice."
+    caption = "Model FLOPs exclude recomputation."
     if seconds:
         caption = f"{waits / seconds:.1%} of the step time was spent waiting for data. {caption}"
     if not known(run.train, "mfu"):
-        caption += " There is no MFU: the device's peak rate is not known."
+        caption += " MFU is missing: the device's peak rate is unknown."
     return Section(title=title, caption=caption, plot=Markup(report_plots.plot_speed(run.train, run.resumed_steps)))
 
 
@@ -168,14 +168,13 @@ def goodput_section(goodput: Goodput) -> list[Section]:
         return []
     total_seconds = sum(seconds.values()) - seconds["paused"]
     caption = (
-        f"{share:.1%} of {duration(total_seconds)} trained the state that the run goes on from; "
-        f"{format_count(goodput.stalls, 'step')} stalled. Pauses do not count."
+        f"{share:.1%} of {duration(total_seconds)} trained the current state; {format_count(goodput.stalls, 'step')} "
+        "stalled. Pauses do not count."
     )
     if goodput.skewed:
         caption += (
-            f" Clocks disagree: {format_count(goodput.skewed, 'attempt')} began before the one before had "
-            "ended, and that "
-            "time counts as 0."
+            f" Clocks disagree: {format_count(goodput.skewed, 'attempt')} began before the previous one had ended, "
+            "and that time counts as 0."
         )
     rows = []
     for kind, description in KINDS.items():
@@ -195,12 +194,14 @@ def _expert_sections(run: RunData) -> list[Section]:
     if not routed:
         return [Section(title="Expert load", caption="The model is dense: it has no experts to balance.")]
     caption = (
-        "Tokens of each expert over the layer's mean: 1 is even, red is busier, blue is idler, black got no token."
+        "Tokens per expert over the layer's mean: 1 is even, red is busier, blue is less busy, black received no "
+        "tokens."
     )
     shown, num_layers = expert_report.uneven_rows(routed), len(expert_report.whole_records(routed)[-1]["expert_load"])
     if len(shown) < num_layers:
         caption += (
-            f" Drawn are the {len(shown)} least even of {num_layers} layers; the map below and the table have all."
+            f" The plots show the {len(shown)} least even of {num_layers} layers; the map below and the table include "
+            "all."
         )
     column_names, rows = expert_report.expert_table(routed)
     over_time = Section(
@@ -219,8 +220,8 @@ def _expert_sections(run: RunData) -> list[Section]:
     if series is None:
         return [over_time, by_layer]
     caption = (
-        "Violation says how far loads are from even (0), entropy how undecided the router is (0: one expert has all "
-        "the probability); logits that grow without end are the first sign of a run that will diverge."
+        "Violation is the distance from even load (0), entropy the router's uncertainty (0: one expert has all the "
+        "probability); steadily growing logits are the first sign of divergence."
     )
     return [over_time, by_layer, Section(title="Routing", caption=caption, plot=Markup(series))]
 

@@ -87,18 +87,18 @@ def _loss_metrics(run: RunData) -> list[KeyMetric]:
         loss, entropy = last["loss"], last.get("unigram_entropy")
         found.append(
             KeyMetric(
-                label="Validation loss", value=format_number(loss), note=f"nats a token, at step {last['step']:,}"
+                label="Validation loss", value=format_number(loss), note=f"nats per token, at step {last['step']:,}"
             )
         )
         # A diverged loss has no perplexity.
         if loss is not None and math.isfinite(loss):
             found.append(KeyMetric(label="Perplexity", value=perplexity(loss), note="e to the validation loss"))
         if last.get("bits_per_byte") is not None:
-            note = "of text, the same measure for any tokenizer"
-            found.append(KeyMetric(label="Bits a byte", value=format_number(last["bits_per_byte"]), note=note))
+            note = "independent of the tokenizer"
+            found.append(KeyMetric(label="Bits per byte", value=format_number(last["bits_per_byte"]), note=note))
         # The entropy puts the loss into perspective: a model without any context would reach it.
         if loss is not None and entropy is not None:
-            note = "of predicting by frequency alone"
+            note = "predicting by frequency alone"
             found.append(KeyMetric(label="Unigram entropy", value=format_number(entropy), note=note))
             note = "nats below the unigram entropy"
             if entropy <= loss:
@@ -115,14 +115,14 @@ def _speed_metrics(run: RunData) -> list[KeyMetric]:
         found.append(KeyMetric(label="Tokens", value=short_number(tokens), note=f"{tokens:,}"))
     speeds = known(run.train, "tokens_per_second")
     if speeds:
-        found.append(KeyMetric(label="Tokens a second", value=short_number(median(speeds)), note="median, whole world"))
+        found.append(KeyMetric(label="Tokens per second", value=short_number(median(speeds)), note="median, all ranks"))
     work = known(run.train, "model_tflops")
     if work:
         unit, rate = "TFLOP/s", median(work)
         # A CPU run would show as 0.00.
         if rate < 0.1:
             unit, rate = "GFLOP/s", rate * 1000
-        found.append(KeyMetric(label=unit, value=f"{rate:.3g}", note="model FLOPs, a device, median"))
+        found.append(KeyMetric(label=unit, value=f"{rate:.3g}", note="model FLOPs per device, median"))
     used = known(run.train, "mfu")
     if used:
         found.append(KeyMetric(label="MFU", value=f"{median(used):.1%}", note="model FLOPs utilisation, median"))
@@ -154,7 +154,7 @@ def _moments(records: Sequence[Record]) -> tuple[list[float], list[float]]:
             end = datetime.fromisoformat(record["time"]).timestamp()
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"{METRICS_FILE}, step {record['step']}: time={record['time']!r} is no ISO time."
+                f"{METRICS_FILE}, step {record['step']}: time={record['time']!r} is not an ISO time."
             ) from error
         ends.append(end)
         # A validation records no duration: it takes place between two steps.
@@ -167,7 +167,7 @@ def run_warnings(run: RunData) -> list[str]:
     found = audit_warnings(run.audits)
     empty = [r["step"] for r in run.train if r["loss"] is None]
     if empty:
-        found.append(f"No token counted in {format_count(len(empty), 'step')}, first at step {empty[0]:,}.")
+        found.append(f"No target tokens in {format_count(len(empty), 'step')}, first at step {empty[0]:,}.")
     non_finite_steps = [r["step"] for r in run.train if r["loss"] is not None and not math.isfinite(r["loss"])]
     if non_finite_steps:
         found.append(
@@ -177,13 +177,13 @@ def run_warnings(run: RunData) -> list[str]:
     skipped = [r["step"] for r in run.train if "skipped" in r]
     if skipped:
         were = "was" if len(skipped) == 1 else "were"
-        found.append(f"{format_count(len(skipped), 'step')} {were} left out, first step {skipped[0]:,}.")
+        found.append(f"{format_count(len(skipped), 'step')} {were} skipped, first step {skipped[0]:,}.")
     if run.resumed_steps:
         steps = ", ".join(f"{step:,}" for step in run.resumed_steps)
         found.append(f"Resumed at step {steps}; dotted green lines mark it.")
     if run.num_discarded:
         rows = format_count(run.num_discarded, "row")
-        found.append(f"{rows} of steps that were run again are in {DISCARDED_FILE} and are not shown.")
+        found.append(f"{rows} from repeated steps are in {DISCARDED_FILE} and are not shown.")
     routed = expert_report.routed_records(run.train)
     dead = []
     if routed:

@@ -80,8 +80,8 @@ def load_run(folder: Path) -> RunData:
         if not folder.is_dir():
             problem = "does not exist"
         raise DataError(
-            f"{folder} is not a run folder: it {problem}.\n"
-            "Give the folder that run.output_dir named; it is filled when the first step is logged."
+            f"{folder} is not a run folder: it {problem}.\nGive the folder set as run.output_dir; its files appear "
+            "with the first logged step."
         )
     try:
         config = tomllib.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))

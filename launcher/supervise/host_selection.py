@@ -96,7 +96,5 @@ def _answers(host: str) -> bool:
     except subprocess.TimeoutExpired:
         return False
     except FileNotFoundError as error:
-        raise LongCtxError(
-            "this machine has no ssh, by which the hosts are asked: apt-get install openssh-client"
-        ) from error
+        raise LongCtxError("this machine has no ssh, which checks the hosts: apt-get install openssh-client") from error
     return done.returncode == 0

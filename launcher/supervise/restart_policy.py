@@ -77,27 +77,25 @@ class RestartPolicy:
             self.failures = 0
         self.failures += 1
         if ending.code == USAGE_ERROR:
-            return "exit code 2 is a mistake in the command or its settings: to start it again would not help."
+            return "exit code 2 means an error in the command or its settings: a restart would not help."
         if ending.code == ABORTED:
-            return "somebody interrupted the training (exit code 130): it is not started again."
+            return "the training was interrupted (exit code 130): it is not restarted."
         # A lost launcher is no requested stop, although its ranks saved before they ended.
         if state.stopped is not None and state.stopped != LAUNCHER:
-            return f"the training was asked to stop, and has saved {self.where()}: it is not started again."
+            return f"the training was asked to stop, and saved {self.where()}: it is not restarted."
         if ending.code in _SIGNALS:
-            return f"somebody ended the training by {_SIGNALS[ending.code]}: it is not started again."
+            return f"the training was ended by {_SIGNALS[ending.code]}: it is not restarted."
         repeated = [host for host in state.failed_hosts if host in self.failed_hosts]
         if repeated:
-            return (
-                f"{' and '.join(repeated)} computed wrong numbers in two attempts: that machine is not to be trusted."
-            )
+            return f"{' and '.join(repeated)} computed wrong numbers in two attempts: that machine is unreliable."
         self.failed_hosts += state.failed_hosts
         # All steps are done: another attempt only uploads.
         if ending.code == NOT_IN_STORE and self.attempts <= self.limits.retries:
             return AGAIN
         if ending.code == NOT_IN_STORE:
-            return f"the run is done, and after {self.attempts} attempts its last checkpoint is not in its store."
+            return f"the run is complete, and after {self.attempts} attempts its last checkpoint is not in its store."
         if is_the_same:
-            return f"two attempts in a row ended {self.where()}: to start it again would not help."
+            return f"two attempts in a row ended {self.where()}: a restart would not help."
         if self.attempts > self.limits.retries:
             return (
                 f"attempt {self.attempts} ended with exit code {ending.code} {self.where()}, and was the last one "
@@ -109,7 +107,7 @@ class RestartPolicy:
         """Describe the last attempt's progress."""
         if self.reached is None:
             return "before its first step"
-        return f"behind step {self.reached} of {self.last_step}"
+        return f"after step {self.reached} of {self.last_step}"
 
     def _is_done(self, ending: Ending, state: State) -> bool:
         """Return True if exit code 0 is genuine: DeepSpeed's runner also returns 0 for a killed launcher."""

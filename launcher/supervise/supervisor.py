@@ -74,9 +74,7 @@ class Supervised:
                 previous_event = last_event(self.folder)
                 ending = attempt(line.started, stop)
                 if ending.num_leftover:
-                    self.notify(
-                        f"longctx run: ended {ending.num_leftover} processes that the launcher had left behind."
-                    )
+                    self.notify(f"longctx run: ended {ending.num_leftover} processes left by the launcher.")
                 if stop.signal is not None:
                     # The user requested the end and needs no explanation.
                     return ending.code
@@ -140,21 +138,21 @@ class Supervised:
             chosen = largest_valid({host: n for host, n in slots.items() if host not in offline}, self.config)
             reasons = []
             if excluded:
-                reasons.append(f"{', '.join(excluded)} computed a wrong number and is left out")
+                reasons.append(f"{', '.join(excluded)} computed a wrong number and is excluded")
             if offline:
                 reasons.append(f"{', '.join(offline)} does not answer over ssh")
             gone = f"longctx run: {'; '.join(reasons)}"
             if chosen:
                 write_hostfile(self.folder / HOSTFILE, chosen)
                 ranks, all_hosts = sum(chosen.values()), len(slots) + len(excluded)
-                self.notify(f"{gone}. Going on with {len(chosen)} of {all_hosts} hosts, {ranks} ranks.")
+                self.notify(f"{gone}. Continuing with {len(chosen)} of {all_hosts} hosts, {ranks} ranks.")
                 return line.on_hosts(self.folder / HOSTFILE)
             questions += 1
             # At least a second: with --wait-seconds 0 it would poll without a pause.
             seconds = max(self.policy.limits.wait(questions), 1.0)
             self.notify(
-                f"{gone}, and the others make no valid run (degrees, train.tokens_per_step). Asking again in "
-                f"{seconds:.0f} s. Ctrl-C ends it."
+                f"{gone}, and the remaining hosts allow no valid run (degrees, train.tokens_per_step). Checking again "
+                f"in {seconds:.0f} s. Ctrl-C ends it."
             )
             if stop.wait(seconds):
                 return None
@@ -162,9 +160,9 @@ class Supervised:
 
     def _announce(self, ending: Ending, seconds: float) -> None:
         """Report the attempt's end and the next action."""
-        next_action = "There is no checkpoint yet: beginning anew"
+        next_action = "There is no checkpoint yet: starting from scratch"
         if self._saved is not None or self._is_in_store():
-            next_action = "Going on from the newest good checkpoint"
+            next_action = "Resuming from the newest good checkpoint"
         left = self.policy.limits.retries - self.policy.attempts
         self.notify(
             f"longctx run: attempt {self.policy.attempts} ended with exit code {ending.code} {self.policy.where()}, "
@@ -173,9 +171,9 @@ class Supervised:
 
     def _hint(self) -> str:
         """Return the log location, and the command to continue with after fixing the problem."""
-        hint = f"What it said is above and in {self.folder / 'logs'}."
+        hint = f"Its output is above and in {self.folder / 'logs'}."
         if self._saved is not None:
-            hint += f"\nGo on with: {self.command.resuming('newest-good')}"
+            hint += f"\nResume with: {self.command.resuming('newest-good')}"
         return hint
 
     def _record(self, ending: Ending, decision: str) -> None:

@@ -41,10 +41,12 @@ class TrainingCommand:
                     arguments, value = take_flag(arguments, flag)
                     launch_words += [flag, value] if value is not None else []
                 return cls(tuple(launch_words), tuple(arguments))
-        problem = "needs the command that it is to start, behind --."
+        problem = "needs the command to start, after --."
         if words:
             given = shlex.join(words)[:200]
-            problem = f"`{given}` starts no training: no other program is known to go on from its checkpoints."
+            problem = (
+                f"`{given}` is not a training command: other programs are not known to resume from their checkpoints."
+            )
         raise ConfigError(f"longctx run: {problem}\nTry: longctx run -- longctx train --config run.toml")
 
     @property

@@ -46,7 +46,7 @@ class EvenRouting(AllToAllDispatcher):
     def read_sizes(self, counts_2tp2: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
         """Record the host wait for message sizes, and return the sizes for balanced load."""
         # A run's host waits here, since it does not know message sizes before.
-        self._waits.add("aten::_local_scalar_dense", "the sizes of messages to experts: the host must know them")
+        self._waits.add("aten::_local_scalar_dense", "the host needs the dispatch message sizes")
         return [self.even_sizes(tile.stop - tile.start) for tile in tiles]
 
     def even_sizes(self, num_tokens: int) -> DispatchSizes:

@@ -76,7 +76,7 @@ class HostWaits:
         elif to.type == "cpu":
             self.add(name, "values are copied to the host")
         elif not non_blocking:
-            self.add(name, "values are copied to the device, and the host waits until they are there")
+            self.add(name, "values are copied to the device, and the host waits for the copy")
         else:
             self._copies[current_place()] += 1
             self.copied_bytes += source.numel() * source.element_size()
@@ -88,4 +88,4 @@ class HostWaits:
         """Record a wait for a host index, which is copied to the device."""
         for index in tree_leaves(args[1]):
             if isinstance(index, Tensor) and index.device.type == "cpu" and index.ndim:
-                self.add(name, "an index on the host is copied to the device, and the host waits until it is there")
+                self.add(name, "an index on the host is copied to the device, and the host waits for the copy")

@@ -61,7 +61,7 @@ class Recorder(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            wait = self.waits.add(func.name(), "the host asks for a value, or for a size that depends on values")
+            wait = self.waits.add(func.name(), "the host reads a value, or a size that depends on values")
             raise StoppedAtWaitError(wait) from error
         # Querying a tensor's device launches no kernel.
         if func is not torch.ops.prim.device.default:

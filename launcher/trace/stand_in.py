@@ -85,8 +85,8 @@ def _compiled() -> Path:
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         raise LongCtxError(
-            "plan --trace: this machine has no NVIDIA driver, so ten lines of C stand in for it, and there is no C "
-            "compiler (cc, gcc or clang).\nInstall one, such as `apt install gcc`, or trace on a machine with a driver."
+            "plan --trace: this machine has no NVIDIA driver, and the C stub that replaces it needs a C compiler "
+            "(cc, gcc or clang).\nInstall one, such as `apt install gcc`, or trace on a machine with a driver."
         )
     folder.mkdir(parents=True, exist_ok=True)
     # Compile to a temporary name: another process may compile it at the same time.

@@ -27,10 +27,10 @@ from longctx.errors import ConfigError, LongCtxError
 
 _NO_CUDA = """\
 plan --trace needs PyTorch's CUDA build, and {python} has the CPU build ({version}).
-No GPU is needed, and no driver: tensors have shapes and no data. Make an environment beside this one:
+It needs neither a GPU nor a driver: tensors have shapes and no data. Create a separate environment:
   python3 -m venv cuda && cuda/bin/pip install torch==2.13.0 && cuda/bin/pip install {longctx}
   cuda/bin/python -m launcher plan --trace …
-It takes 6 GB of disk. On a machine with GPUs `make setup` has installed that build."""
+It takes 6 GB on disk. On a machine with GPUs, `make setup` has installed that build."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,8 @@ def _check_store(config: ResolvedConfig) -> None:
     """Raise ConfigError if activations would be stored on a disk: a trace has no values."""
     if config.train.store == "disk":
         raise ConfigError(
-            "plan --trace has no values that train.store=disk could write.\n"
-            "Try --train.store host: the device holds as much, and what it counts on the host is on the disk."
+            "plan --trace has no values for train.store=disk to write.\nTry --train.store host: device memory is the "
+            "same, and the bytes counted on the host are the disk's."
         )
 
 
@@ -140,8 +140,8 @@ def _check_scores(config: ResolvedConfig) -> None:
         rule = f"model.position={model.position}"
     if rule is not None:
         raise ConfigError(
-            f"{rule}: a GPU computes such scores by FlexAttention, which is not traced yet: it compiles kernels for "
-            "data.\nTry --parallel.kernel blockwise, whose temporaries are larger."
+            f"{rule}: a GPU computes such scores with FlexAttention, which compiles kernels for real data and cannot "
+            "be traced yet.\nTry --parallel.kernel blockwise, which has larger temporaries."
         )
 
 
@@ -158,7 +158,7 @@ def _ask_worker(request: dict[str, Any]) -> dict[str, Any]:
             env={**os.environ, "PYTHONPATH": path},
         )
         if not result.exists():
-            raise RuntimeError(f"the process that traces rank {request['rank']} died: {done.stderr.strip()[-2000:]}")
+            raise RuntimeError(f"rank {request['rank']}'s trace process died: {done.stderr.strip()[-2000:]}")
         answer = json.loads(result.read_text())
     if "trace" in answer:
         return answer["trace"]

@@ -55,34 +55,33 @@ def trace_notes(run: RunTrace) -> list[str]:
 
 
 _NOTES = (
-    "kept, kept on host, passing, operators, host waits and links are traced: forward and backward of one micro-batch, "
-    "on tensors without data.",
-    "weights, gradients and optimizer are arithmetic, from the model's shapes, what ZeRO leaves on a rank and what it "
-    "makes to gather weights and to reduce gradients. What "
-    "DeepSpeed sends for them is not among the links.",
-    "planned is the peak by the arithmetic of `plan` without --trace.",
-    "Other ranks are taken to agree, and experts to be chosen equally often. What attention's kernel takes inside its "
-    "backward pass is counted by arithmetic. Other kernels' workspaces, NCCL's buffers (about 1 GiB), the CUDA context "
-    "and the allocator's gaps come on top.",
-    "kept on host is pinned memory that holds what train.store=host moves off the device until backward; peak is that "
-    "of the device.",
-    "Blocks are traced as they run with train.compile=off: a compiler keeps other values for backward.",
-    "Once a step, after backward, the host waits for the figures that are logged and for the gradient norm.",
+    "kept, kept on host, passing, operators, host waits and links are traced over one micro-batch's forward and "
+    "backward, on tensors without data.",
+    "weights, gradients and optimizer are computed from the model's shapes, ZeRO's partitions and its buffers for "
+    "gathering weights and reducing gradients. links exclude DeepSpeed's messages for them.",
+    "planned is the peak that `plan` computes without --trace.",
+    "Other ranks are assumed to agree, and experts to be chosen equally often. Attention's backward workspace is "
+    "computed. Other kernels' workspaces, NCCL buffers (about 1 GiB), the CUDA context and allocator fragmentation "
+    "are extra.",
+    "kept on host is pinned memory for activations that train.store=host moves off the device until backward; peak "
+    "is the device's.",
+    "Blocks are traced with train.compile=off: a compiler saves other activations for backward.",
+    "Once per step, after backward, the host waits for the logged metrics and the gradient norm.",
 )
 
 
 def _peak(kind: RankKind, trace: RankTrace) -> str:
-    where = trace.peak_place or "a gradient of PyTorch's own"
-    return f"{kind.describe()}: forward and backward are largest at {trace.peak_operator}, {where}"
+    where = trace.peak_place or "PyTorch's own backward"
+    return f"{kind.describe()}: forward and backward peak at {trace.peak_operator}, {where}"
 
 
 def _waits(trace: RankTrace) -> Sequence[str]:
     lines = [
-        f"  host wait, {wait.times} times a micro-batch: {wait.place} ({wait.operator}): {wait.why}"
+        f"  host wait, {wait.times} times per micro-batch: {wait.place} ({wait.operator}): {wait.why}"
         for wait in trace.host_waits
     ]
     if not trace.is_whole:
-        lines.append("  The trace ends at that wait: what comes after it is not counted.")
+        lines.append("  The trace ends at that wait: later operations are not counted.")
     return lines
 
 

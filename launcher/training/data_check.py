@@ -58,7 +58,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
         _store_validated(checks)
     shards, read = [entry for check in checks for entry in check.shards], [entry for _, entry in own]
     log.info(
-        "data.verify=%s: %d shards (%.1f GB); read here against their checksums: %d (%.1f GB).",
+        "data.verify=%s: %d shards (%.1f GB); checksums verified here: %d (%.1f GB).",
         verify,
         len(shards),
         sum(entry.bytes for entry in shards) / 1e9,
@@ -69,8 +69,9 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
     without_sums = [str(check.folder) for check in checks if check.missing_checksum]
     if without_sums:
         log.info(
-            "Built by a release without sums of blocks: %s. What a run reads there cannot be checked as it is read, so "
-            "the files are read before the first step, as with data.verify=start. Build the data again to change that.",
+            "Built by a release without block checksums: %s. These files cannot be verified while the run reads "
+            "them, so they are read before the first step, as with data.verify=start. Build the data again to change "
+            "that.",
             " and ".join(without_sums),
         )
     return read
@@ -91,15 +92,15 @@ def _check_same(folders: Sequence[ShardSet], views: Sequence[_View]) -> None:
             continue
         if len(view.data) != len(views[0].data):
             raise DataError(
-                f"ranks do not see the same folders of data: rank 0 has {len(views[0].data)} (training, and validation "
-                f"where there is one), rank {rank} has {len(view.data)}.\nCopy the same folders to every host."
+                f"data folders differ between ranks: rank 0 has {len(views[0].data)} (training, and validation if "
+                f"set), rank {rank} has {len(view.data)}.\nCopy the same folders to every host."
             )
         names = [str(shards.folder) for shards in folders]
         mismatches = [n for n, (mine, first) in enumerate(zip(view.data, views[0].data, strict=True)) if mine != first]
         number = mismatches[0]
         raise DataError(
-            f"{names[number]} is not the same data on every rank: its manifest's hash is {views[0].data[number]} on "
-            f"rank 0 and {view.data[number]} on rank {rank}.\nCopy the folder of one host to the others."
+            f"{names[number]} differs between ranks: its manifest's hash is {views[0].data[number]} on rank 0 and "
+            f"{view.data[number]} on rank {rank}.\nCopy one host's folder to the others."
         )
 
 
@@ -158,5 +159,5 @@ def _fetch(shards: Sequence[tuple[LocalCopy, ShardEntry]]) -> list[str]:
             copy.fetch(entry)
         except DataError as error:
             return [str(error)]
-        log.info("fetched %s of %s (%d of %d here)", entry.file, copy.origin, number, len(shards))
+        log.info("fetched %s from %s (%d of %d here)", entry.file, copy.origin, number, len(shards))
     return []

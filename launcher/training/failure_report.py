@@ -24,7 +24,7 @@ def way_out(checkpoint: Path | None) -> str:
     """Describe how to continue from a checkpoint, or without one, without a final period."""
     if checkpoint is None:
         return "There is no checkpoint yet: start again"
-    return f"Go on from the newest checkpoint, {checkpoint} (--run.resume latest)"
+    return f"Resume from the newest checkpoint, {checkpoint} (--run.resume latest)"
 
 
 def fault_event(run: TrainingRun, step: int, results: Sequence[Record]) -> Record:

@@ -181,7 +181,7 @@ def _convert(source: Path, output: Path, *, mtp: bool) -> None:
         # With MTP the same files give another model.
         mark += "-mtp"
     if _is_converted(output, mark):
-        log.info("%s was converted before: %s is taken.", source, output)
+        log.info("%s is already converted: using %s.", source, output)
         return
     # Imported only for a conversion, to spare other runs the time.
     from longctx.conversion import import_hf

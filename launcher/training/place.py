@@ -65,15 +65,14 @@ def _check(config: ResolvedConfig, key: str, path: str, need: int, local_ranks: 
     except (OSError, ValueError) as error:
         # A null character in the name raises ValueError.
         raise ConfigError(
-            f"{key}={path!r} cannot be written: {error}.\n"
-            "Choose a folder that you may write to, on a disk of this machine with free space."
+            f"{key}={path!r} cannot be written: {error}.\nChoose a writable folder, on a local disk with free space."
         ) from error
     needed = local_ranks * need
     if config.run.memory_check and needed > free:
         raise ConfigError(
-            f"{key}={path!r} has {gib(free)} free, and {format_count(local_ranks, 'rank')} of this machine will swap "
-            f"{gib(needed)} to it, {gib(need)} each.\n"
-            "Choose a larger disk, or more machines: ranks need less. --run.memory_check false starts all the same."
+            f"{key}={path!r} has {gib(free)} free, and {format_count(local_ranks, 'rank')} on this machine will swap "
+            f"{gib(needed)} to it, {gib(need)} each.\nChoose a larger disk, or more machines, which lowers the need "
+            "per rank. --run.memory_check false starts anyway."
         )
     how = "with direct I/O"
     if not is_direct:

@@ -159,7 +159,7 @@ def gather_tokens(ids_LNk: Tensor, token_indices_N: Tensor, num_tokens: int) -> 
     # Every rank may have padding: drop it before placing tokens by index.
     is_token_T = token_indices_T >= 0
     token_indices_T = token_indices_T[is_token_T]
-    assert torch.equal(token_indices_T.sort().values, torch.arange(num_tokens)), "every token of the step, once"
+    assert torch.equal(token_indices_T.sort().values, torch.arange(num_tokens)), "each token exactly once"
     out_LTk = torch.empty(len(ids_LNk), num_tokens, ids_LNk.shape[2], dtype=ids_LNk.dtype)
     out_LTk[:, token_indices_T] = torch.cat(parts_LNk, dim=1)[:, is_token_T]
     return out_LTk
@@ -175,7 +175,7 @@ def _gather(own: Tensor) -> list[Tensor] | None:
     if num_ranks() == 1:
         return [own]
     # As bytes, since gloo has no 16-bit integers.
-    parts = Communicator().gather(rows_as_bytes(own), world_group(), operation="gathering choices of experts to record")
+    parts = Communicator().gather(rows_as_bytes(own), world_group(), operation="gathering expert assignments to record")
     if parts is None:
         return None
     return [part.view(own.dtype) for part in parts]
@@ -200,8 +200,8 @@ def _make_folder(folder: Path, *, resumes: bool) -> None:
         raise ConfigError(f"train.record_routing={str(folder)!r} cannot be written: {error}.") from error
     if taken:
         raise ConfigError(
-            f"train.record_routing={str(folder)!r} already holds the routing of a run.\n"
-            "Choose another folder, or follow it: --train.replay_routing."
+            f"train.record_routing={str(folder)!r} already holds a run's routing.\nChoose another folder, or replay "
+            "it: --train.replay_routing."
         )
 
 
@@ -215,9 +215,8 @@ def _check_steps(folder: Path, steps: range) -> None:
     if files:
         stored = f"it holds {files[0]} to {files[-1]}"
     raise DataError(
-        f"train.replay_routing={str(folder)!r} lacks step {missing[0]} of the steps {steps[0]} to "
-        f"{steps[-1]} that this run takes; {stored}.\n"
-        "Record as many steps (train.record_routing), or end earlier (train.stop_after)."
+        f"train.replay_routing={str(folder)!r} lacks step {missing[0]}, and this run takes steps {steps[0]} to "
+        f"{steps[-1]}; {stored}.\nRecord as many steps (train.record_routing), or stop earlier (train.stop_after)."
     )
 
 
@@ -227,7 +226,9 @@ def _write(path: Path, names: Sequence[str], ids_LTk: Tensor, metadata: dict[str
         with replaced_file(path) as temporary:
             save_file(tensors, temporary, metadata={_METADATA: json.dumps(metadata)})
     except (OSError, SafetensorError) as error:
-        raise DataError(f"{path} could not be written: {error}.\nFree some space, or set record_routing=no.") from error
+        raise DataError(
+            f"{path} could not be written: {error}.\nFree some space, or set train.record_routing=no."
+        ) from error
 
 
 def _check_metadata(path: Path, stored: str | None, wanted: dict[str, Any]) -> None:
@@ -237,13 +238,13 @@ def _check_metadata(path: Path, stored: str | None, wanted: dict[str, Any]) -> N
     except ValueError:
         found = None
     if not isinstance(found, dict) or (found.get("format"), found.get("version")) != (FORMAT, VERSION):
-        raise DataError(f"{path} is no routing file of this release: train.record_routing writes them.")
+        raise DataError(f"{path} is not a routing file from this release: record one with train.record_routing.")
     if found.get("step") != wanted["step"]:
-        raise DataError(f"{path} is of step {found.get('step')}, by what stands in it. Do not rename routing files.")
+        raise DataError(f"{path} contains step {found.get('step')}. Do not rename routing files.")
     # Without this check, ids from another model or other tokens would be replayed silently: shapes often agree.
     for mismatch, key, mend in (
-        ("with another model", "model", "Replay with the experts and layers that recorded it."),
-        ("over other rows", "data", "Replay with the same data.train, data.seq_len, run.seed and steps before."),
+        ("with another model", "model", "Replay with the recording's experts and layers."),
+        ("over other rows", "data", "Replay with the same data.train, data.seq_len, run.seed and previous steps."),
     ):
         recorded, ours = found.get(key) or {}, wanted[key]
         if recorded != ours:
@@ -251,5 +252,6 @@ def _check_metadata(path: Path, stored: str | None, wanted: dict[str, Any]) -> N
             raise DataError(f"{path} was recorded {mismatch}:\n  " + "\n  ".join(mismatches) + f"\n{mend}")
     if found.get("tokens") != wanted["tokens"]:
         raise DataError(
-            f"{path} has {found.get('tokens')} tokens, this run's steps have train.tokens_per_step={wanted['tokens']}."
+            f"{path} has {found.get('tokens')} tokens, and this run's steps have "
+            f"train.tokens_per_step={wanted['tokens']}."
         )

@@ -151,7 +151,7 @@ def _with_chat_template(files: dict[str, bytes], folders: Sequence[ShardSet]) ->
         return files
     first = chat_tokenizers[0]
     if len({hash_templates(chat.files, chat.path) for chat in chat_tokenizers}) > 1:
-        log.warning("Conversations of several chat templates: checkpoints have that of %s.", first.path)
+        log.warning("Conversations use several chat templates: checkpoints store the one from %s.", first.path)
     return tuned_files(files, first.files, first.path)
 
 

@@ -78,9 +78,8 @@ class Stopping:
         if needed > granted and not self._has_warned and self._run.is_rank_0:
             self._has_warned = True
             log.warning(
-                "A step and a save take %.0f s here, but a launcher that is asked to end (SIGTERM, Ctrl-C) kills its "
-                "ranks after %.0f s. Send SIGUSR1 to one rank in place of that, or set run.max_seconds, or for "
-                "torchrun %s.",
+                "A step and a save take %.0f s here, but a launcher kills its ranks %.0f s after SIGTERM or Ctrl-C. "
+                "Send SIGUSR1 to one rank instead, or set run.max_seconds, or for torchrun %s.",
                 needed,
                 granted,
                 SHUTDOWN_TIMEOUT,
@@ -107,10 +106,8 @@ class Stopping:
         gather_objects(None)
         newest = list_checkpoints(run.folder)[-1]
         return (
-            f"Stopped behind step {step} of {run.config.last_step}, and saved {newest}.\n"
-            f"{first.words()}\n"
-            f"Every rank's log: {run.folder / LOGS}/rank_N.log\n"
-            f"Go on with: {resume_command(self._command)}"
+            f"Stopped after step {step} of {run.config.last_step}, and saved {newest}.\n{first.words()}\nEvery rank's "
+            f"log: {run.folder / LOGS}/rank_N.log\nResume with: {resume_command(self._command)}"
         )
 
 

@@ -161,4 +161,4 @@ def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> Progress:
 def _start(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> None:
     assert origin.folder is not None
     load_weights(origin.folder, engine, model)
-    log.info("Started from the weights of %s.", origin.folder)
+    log.info("Started from the weights in %s.", origin.folder)

@@ -91,7 +91,7 @@ def say_start(
     if expected.seconds is not None:
         seconds = expected.seconds.total
     rest = Path(config.run.output_dir) / LOGS / "rank_0.log"
-    log.info("%s All of the plan: %s", outlook(start, expected.bytes.peak, seconds), rest)
+    log.info("%s Full plan: %s", outlook(start, expected.bytes.peak, seconds), rest)
     return expected
 
 
@@ -131,13 +131,15 @@ class Expected:
             "passing": b.passing,
         }
         parts_text = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
-        line = f"Plan: {gib(b.peak)} a rank at the peak ({parts_text})"
+        line = f"Plan: {gib(b.peak)} per rank at the peak ({parts_text})"
         if self.host_bytes:
             line += f", {gib(self.host_bytes)} on its host"
         if self.seconds is None:
-            return f"{line}; no profile says how fast {self.hardware} is."
+            return f"{line}; no profile has rates for {self.hardware}."
         total = self.seconds.total
-        return f"{line}; {total:.3g} s a step, {short_duration(total * self.steps)} for all steps, as {self.hardware}."
+        return (
+            f"{line}; {total:.3g} s per step, {short_duration(total * self.steps)} for all steps, on {self.hardware}."
+        )
 
     def record(self, step: int) -> Record:
         """Return the estimate for metrics.jsonl."""
@@ -204,12 +206,11 @@ def check_planned_memory(config: ResolvedConfig, expected: Expected, *, local_ra
     needs, memory_name = expected.bytes.peak, "on its GPU"
     if expected.bytes.process:
         # The ranks' programs are already allocated, so free memory does not include them.
-        needs, memory_name = local_ranks * (needs - expected.bytes.process), f"for the {local_ranks} of this machine"
+        needs, memory_name = local_ranks * (needs - expected.bytes.process), f"for this machine's ranks ({local_ranks})"
     if needs <= free_bytes:
         return
     raise ConfigError(
-        f"This run does not fit: its plan comes to {gib(expected.bytes.peak)} a rank at the peak, and "
-        f"{gib(free_bytes)} are free {memory_name}.\n{expected.line()}\n"
-        "`longctx plan --search` with the same config finds settings that fit. --run.memory_check false starts all the "
-        "same."
+        f"This run does not fit: its plan needs {gib(expected.bytes.peak)} per rank at the peak, and "
+        f"{gib(free_bytes)} are free {memory_name}.\n{expected.line()}\n`longctx plan --search` with the same config "
+        "finds settings that fit. --run.memory_check false starts anyway."
     )

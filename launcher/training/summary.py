@@ -90,8 +90,8 @@ def outlook(start: Start, peak_bytes: int, step_seconds: float | None) -> str:
         passes = start.num_steps * start.config.rows_per_step / start.packing.rows
         line += f", {passes:.2f} passes over the data"
     if step_seconds is not None:
-        line += f"; {step_seconds:.3g} s a step, {short_duration(step_seconds * start.num_steps)} in all"
-    return f"{line}; {gib(peak_bytes)} a rank at the peak."
+        line += f"; {step_seconds:.3g} s per step, {short_duration(step_seconds * start.num_steps)} in all"
+    return f"{line}; {gib(peak_bytes)} per rank at the peak."
 
 
 def _model(start: Start) -> str:
@@ -99,7 +99,7 @@ def _model(start: Start) -> str:
     counts = count_parameters(model)
     line = f"Model: {_short(sum(counts.values()))} parameters"
     if model.num_experts:
-        line += f", {_short(sum(count_parameters(model, active=True).values()))} of them for a token"
+        line += f", {_short(sum(count_parameters(model, active=True).values()))} active per token"
     line += f"; {format_count(model.num_layers, 'layer')} of width {model.hidden_size:,}"
     return f"{line}{_experts(start)}."
 
@@ -108,11 +108,11 @@ def _experts(start: Start) -> str:
     model, parallel = start.model, start.config.parallel
     if not model.num_experts:
         return ""
-    line = f"; {model.num_experts} experts a layer, {model.experts_per_token} a token"
+    line = f"; {model.num_experts} experts per layer, {model.experts_per_token} per token"
     if model.shared_ffn_size:
         line += ", one shared"
     if parallel.expert > 1:
-        line += f", {model.num_experts // parallel.expert} on a rank"
+        line += f", {model.num_experts // parallel.expert} per rank"
     if start.config.parallel.expert_tile_tokens:
         line += f", {start.config.parallel.expert_tile_tokens} tokens at a time"
     if model.capacity_factor:
@@ -129,7 +129,7 @@ def _origin(start: Start) -> list[str]:
     lines = [f"{verb} from {origin.folder}, with its model."]
     changes = model_changes(origin.model, start.model)
     if changes:
-        lines = [f"{verb} from {origin.folder}, whose model it changes:"]
+        lines = [f"{verb} from {origin.folder}, with model changes:"]
     lines.extend(f"  {describe_change(name, before, now)}" for name, (before, now) in changes.items())
     return lines
 
@@ -156,11 +156,10 @@ def _side_by_side(start: Start) -> list[str]:
     minimum = [n for of_batch in start.degrees for n in of_batch.min_ranks]
     worst = max(of_batch.imbalance for of_batch in start.degrees)
     return [
-        f"Side by side: {format_count(mesh.context, 'rank')} of up to {config.parallel.tokens_per_rank:,} tokens share "
-        f"{rows} rows at once. In the first step a document lies on {min(ranks)} to {max(ranks)} of them, "
-        f"{sum(ranks) / len(ranks):.2f} in the mean ({sum(minimum) / len(minimum):.2f} would hold it); the "
-        "busiest rank "
-        f"has {worst:.3f} of the mean attention."
+        f"Side by side: {format_count(mesh.context, 'rank')} with up to {config.parallel.tokens_per_rank:,} tokens "
+        f"share {rows} rows at once. In the first step a document spans {min(ranks)} to {max(ranks)} ranks, "
+        f"{sum(ranks) / len(ranks):.2f} in the mean ({sum(minimum) / len(minimum):.2f} is the minimum); the busiest "
+        f"rank has {worst:.3f} times the mean attention."
     ]
 
 
@@ -172,7 +171,9 @@ def _memory(start: Start) -> str:
     parts = ", ".join(
         f"{name} {gib(getattr(need, name))}" for name in ("weights", "gradients", "optimizer", "activations")
     )
-    return f"Memory: at least {gib(need.training)} a rank ({parts}); {gib(start.free_bytes)} are free for {ranks_text}."
+    return (
+        f"Memory: at least {gib(need.training)} per rank ({parts}); {gib(start.free_bytes)} are free for {ranks_text}."
+    )
 
 
 def _stages(start: Start) -> list[str]:
@@ -186,12 +187,12 @@ def _stages(start: Start) -> list[str]:
             chosen = ", this run"
         offloaded = ""
         if need.host:
-            offloaded = f", {gib(need.host)} of it offloaded"
+            offloaded = f", {gib(need.host)} offloaded"
         if need.disk:
-            offloaded = f", {gib(need.disk)} of it on a disk"
+            offloaded = f", {gib(need.disk)} on a disk"
             if need.host:
-                offloaded += f" and {gib(need.host)} in the machine's memory, buffers included"
-        lines.append(f"ZeRO {stage}{chosen}: {gib(need.state)} a rank ({parts}){offloaded}.")
+                offloaded += f" and {gib(need.host)} in host memory, buffers included"
+        lines.append(f"ZeRO {stage}{chosen}: {gib(need.state)} per rank ({parts}){offloaded}.")
     return lines
 
 
@@ -204,11 +205,11 @@ def _steps(start: Start) -> str:
     if train.warmup_steps:
         rate += f" after {format_count(train.warmup_steps, 'step')}"
     if train.schedule == "inverse_sqrt":
-        rate += f", then with the root of the steps to {learning_rate(train.steps, train):.3g}"
+        rate += f", then inverse square root down to {learning_rate(train.steps, train):.3g}"
     elif train.final_lr_ratio != 1:
         rate += f", then down to {train.lr * train.final_lr_ratio:g}"
     steps = f"Steps: {format_count(start.num_steps, 'step')} of {train.tokens_per_step:,} tokens"
-    return f"{steps} = {each}, in {micro_batches} a rank; {rate}."
+    return f"{steps} = {each}, in {micro_batches} per rank; {rate}."
 
 
 def _data(start: Start) -> str:
@@ -217,12 +218,12 @@ def _data(start: Start) -> str:
         return f"Data: {_short(rows * start.config.data.seq_len)} tokens in all: {_sources(start.source_estimate)}."
     approx = sample = ""
     if not packing.exact:
-        approx, sample = "about ", f", judging by its first {format_count(packing.planned_documents, 'document')}"
+        approx, sample = "about ", f", estimated from its first {format_count(packing.planned_documents, 'document')}"
     left_out = ""
     if packing.pairs_left_out is not None:
-        left_out = f", pairs left out, longer than a row on either side: {approx}{packing.pairs_left_out:,}"
+        left_out = f", pairs dropped because a side exceeds a row: {approx}{packing.pairs_left_out:,}"
     elif packing.truncated_tokens:
-        left_out = f", {approx}{_short(packing.truncated_tokens)} tokens of rests left out"
+        left_out = f", {approx}{_short(packing.truncated_tokens)} remainder tokens dropped"
     return (
         f"Data: {_short(rows * start.config.data.seq_len)} tokens in all, {approx}{rows / packing.rows:.2f} "
         "passes over "
@@ -283,8 +284,9 @@ def _tight_memory(start: Start) -> str:
     if start.device != "cpu" or peak <= start.free_bytes:
         return ""
     return (
-        f"Memory is tight: while it starts and steps, DeepSpeed has taken up to {_PEAK} times what it holds, which is "
-        f"{gib(peak)} for this machine's {format_count(ranks, 'rank')}, and {gib(start.free_bytes)} are free."
+        f"Memory is tight: while starting and stepping, DeepSpeed has used up to {_PEAK} times its memory between "
+        f"steps, which is {gib(peak)} for this machine's {format_count(ranks, 'rank')}, and {gib(start.free_bytes)} "
+        "are free."
     )
 
 
@@ -303,8 +305,8 @@ def _long_rows(start: Start) -> str:
     if seq_len <= most:
         return ""
     return (
-        f"data.seq_len={seq_len} exceeds model.max_positions={most}: documents reach positions that the model is not "
-        f"meant for. Stretch model.rope and set model.max_positions={seq_len}, or shorten the rows."
+        f"data.seq_len={seq_len} exceeds model.max_positions={most}: documents reach positions beyond the model's "
+        f"limit. Scale model.rope and set model.max_positions={seq_len}, or shorten the rows."
     )
 
 
@@ -336,9 +338,8 @@ def _used_up(start: Start) -> str:
     if start.source_estimate is None or start.source_estimate.missing_tokens < 1:
         return ""
     return (
-        f"The mixture is used up about {_short(round(start.source_estimate.missing_tokens))} tokens before "
-        "the run's end: "
-        "every source has a number of epochs. The run will stop there with an error; raise epochs, or take fewer "
+        f"The mixture ends about {_short(round(start.source_estimate.missing_tokens))} tokens before the run does: "
+        "every source has a maximum number of epochs. The run will stop there with an error; raise epochs, or lower "
         "train.steps."
     )
 
@@ -365,7 +366,7 @@ def _changed(start: Start) -> str:
     if not changes:
         return ""
     changes_text = ", ".join(describe_change(name, before, now) for name, (before, now) in changes.items())
-    message = f"This run goes on otherwise than it was begun: {changes_text}. The schedule is that of the new values."
+    message = f"This run resumes with changed settings: {changes_text}. The schedule follows the new values."
     if "train.tokens_per_step" in changes:
         message += f" {_changed_tokens(start, *changes['train.tokens_per_step'])}"
     return message
@@ -378,7 +379,7 @@ def _changed_tokens(start: Start, before: int, now: int) -> str:
     # The run's original tokens, in steps with the new size.
     equal = step + (train.steps - step) * before / now
     return (
-        f"It counts steps, not tokens: {train.steps:,} of them will have seen {_short(tokens)} tokens instead of "
+        f"It counts steps, not tokens: {train.steps:,} steps will have seen {_short(tokens)} tokens instead of "
         f"{_short(train.steps * before)}; train.steps={round(equal)} keeps the tokens."
     )
 

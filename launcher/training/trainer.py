@@ -151,7 +151,10 @@ class Trainer:
         # Only the newest one can belong to the next checkpoint.
         self._validation_losses.clear()
         if record["loss"] is None and run.is_rank_0:
-            log.warning("No token of the validation rows counts: there is no loss. More rows may: validation.rows=N.")
+            log.warning(
+                "The validation rows have no target tokens, so there is no loss. More rows may have some: "
+                "validation.rows=N."
+            )
         if record["loss"] is not None and math.isfinite(record["loss"]):
             self._validation_losses[self.progress.step] = record["loss"]
         writer.write({**record, "step": self.progress.step})
@@ -213,7 +216,7 @@ def _training_state(run: TrainingRun, progress: Progress, validation_losses: Map
 
 def _leave_as_it_is(run: TrainingRun, step: int) -> bool:
     """Log that the run is finished, without writing files; return True if the store has its last checkpoint."""
-    log.info("Nothing to do: the run is at step %d of %d. Raise train.steps to go on.", step, run.config.last_step)
+    log.info("Nothing to do: the run is at step %d of %d. Raise train.steps to continue.", step, run.config.last_step)
     run.saver.kept.begin()
     return broadcast_object(run.saver.kept.leave())
 
@@ -265,8 +268,8 @@ def _rewind(run: TrainingRun, step: int) -> None:
         _say_missing_rows(run, step)
         return
     log.info(
-        "An earlier start of this run ended before its first checkpoint: the run begins anew, and %d lines of %s went "
-        "to %s.",
+        "An earlier start of this run ended before its first checkpoint: the run starts from scratch, and %d lines "
+        "from %s were moved to %s.",
         moved,
         METRICS_FILE,
         run.folder / DISCARDED_FILE,
@@ -282,8 +285,8 @@ def _say_missing_rows(run: TrainingRun, step: int) -> None:
     if len(missing) > _MISSING_NAMED:
         steps += ", …"
     log.warning(
-        "%s has no rows of steps %s, which checkpoint %s has taken: a file system that failed may have lost them. The "
-        "weights are whole, curves and reports have a gap there.",
+        "%s lacks steps %s, which checkpoint %s includes: a failing file system may have lost them. The weights are "
+        "intact; curves and reports have a gap there.",
         run.folder / METRICS_FILE,
         steps,
         newest[-1].name,

@@ -115,22 +115,22 @@ def probe_text(found: dict[str, Leaks], description: str, started: float, dtype:
     has_leak = any(of.leaked_share for of in found.values())
     lines = [
         f"Leak probe of {description}",
-        "One token of the first document changed, at its beginning and at its end. Of other documents changed:",
+        "One token in the first document was changed, at its beginning and at its end. Changes in other documents:",
         f"  likelihoods of tokens   {of_tokens.leaked_share:.1%} of {of_tokens.num_other_tokens:,}",
         *(f"  {name:<24}{of.leaked_share:.1%} of the tokens' documents" for name, of in list(found.items())[1:]),
-        f"Of the first document's own tokens {of_tokens.inside_share:.0%}.",
-        f"With the first document a token shorter, the others change by {moved:.1e} of what they say "
-        f"(rounding: up to {_ROUNDING[dtype]:.0e}).",
+        f"In the first document's own tokens: {of_tokens.inside_share:.0%}.",
+        f"With the first document one token shorter, the others' values change by {moved:.1e} (relative; rounding: up "
+        f"to {_ROUNDING[dtype]:.0e}).",
         f"{time.perf_counter() - started:.1f} s.",
     ]
     # Without an effect on its own document, the changed token proves nothing about the others.
     if not all(of.inside_share for of in found.values()):
-        lines.append("The probe says nothing: the first document itself did not change.")
+        lines.append("The probe is inconclusive: the first document itself did not change.")
     elif has_leak:
         largest = max(of.largest for of in found.values())
-        lines.append(f"Documents see each other: the largest change is {largest:.1e}.")
+        lines.append(f"Documents leak into each other: the largest change is {largest:.1e}.")
     elif not moved <= _ROUNDING[dtype]:
-        lines.append("Documents know where they begin in their row: positions go on over a boundary.")
+        lines.append("Documents depend on their start in the row: positions continue across a boundary.")
     else:
         lines.append("Nothing leaks.")
     return "\n".join(lines), lines[-1] == "Nothing leaks."

@@ -14,5 +14,5 @@ def without_probe(argv: Sequence[str]) -> tuple[list[str], bool]:
     if len(rest) == len(argv):
         return list(argv), False
     if "--probe leak" not in given:
-        raise ConfigError("--probe takes what to look for, and leak is all there is: --probe leak.")
+        raise ConfigError("--probe needs a value, and leak is the only one: --probe leak.")
     return [word for word in rest if word != "leak"], True

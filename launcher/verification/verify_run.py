@@ -47,7 +47,7 @@ def verify_run(requested: RunConfig, device: torch.device) -> VerifyResult:
         if config.dtype != torch.float32:
             other = list(SingleProcess(config, mesh.world_size, config.dtype, device).steps(got))
         errors = compare_steps(got, wanted, start, other, model=exact.model)
-        description = f"{_describe(config, mesh, device)}, beside one plain process: three steps."
+        description = f"{_describe(config, mesh, device)}, compared with a single process: three steps."
         text = comparison_text(errors, changes, description, time.perf_counter() - started)
         return VerifyResult(text, all(error.held for error in errors))
 
@@ -86,7 +86,7 @@ def _describe(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> str:
     parallel, train = config.parallel, config.train
     chunks = ""
     if config.train.chunk_tokens:
-        chunks = f", chunks of {config.train.chunk_tokens} tokens, {train.head_groups} groups of heads"
+        chunks = f", {config.train.chunk_tokens}-token chunks, {train.head_groups} head groups"
     return (
         f"{mesh.world_size} ranks on {device.type} (data {mesh.data} × context {mesh.context}, ulysses {mesh.ulysses}, "
         f"expert {mesh.expert}), {parallel.layout}, {parallel.transport}, ZeRO {config.zero.stage}, {train.dtype}, "
@@ -102,7 +102,7 @@ def comparison_text(errors: Sequence[StepError], changes: Sequence[str], descrip
     """Describe the comparison, the largest errors, and the first part beyond its bound."""
     lines = [description]
     if changes:
-        lines.append("Made small for it: " + "; ".join(changes) + ".")
+        lines.append("Reduced for the comparison: " + "; ".join(changes) + ".")
     lines.append("")
     # For each kind, the error closest to its bound, or furthest beyond it.
     lines.append(f"{'step':>4}  {'what':<14}{'largest error':>14}{'bound':>10}  part")
@@ -114,17 +114,17 @@ def comparison_text(errors: Sequence[StepError], changes: Sequence[str], descrip
                 worst = max(of_kind, key=lambda error: error.error / max(error.bound, 1e-30))
                 lines.append(f"{step:>4}  {metric:<14}{worst.error:>14.1e}{worst.bound:>10.0e}  {worst.part}")
     if any(error.metric == "gradients" and error.bound == GRADIENT_ERROR_BOUND for error in errors):
-        lines.append("Errors of gradients are in units of the error that one plain bfloat16 process has: 1 is its own.")
+        lines.append("Gradient errors are relative to a single bfloat16 process's error, which is 1.")
     lines.append("")
     failed = [error for error in errors if not error.held]
     if not failed:
-        lines.append(f"They agree: {len(errors)} figures within their bounds, {seconds:.0f} s.")
+        lines.append(f"They agree: {len(errors)} values within their bounds, {seconds:.0f} s.")
         return "\n".join(lines)
     # In the order of computation: the first wrong part may cause the others.
     first = failed[0]
-    part = first.part or "the step as a whole"
+    part = first.part or "the entire step"
     by = f"by {first.error:.2g} (bound {first.bound:.0e})"
-    lines.append(f"They differ, first in step {first.step}: {first.metric} of {part}, {by}.")
+    lines.append(f"They differ, first in step {first.step}: {first.metric} in {part}, {by}.")
     named = [f"{error.part or 'whole'} ({error.error:.1e})" for error in failed if error.step == first.step]
     num_hidden = len(named) - _SHOWN
     lines.append("In that step: " + ", ".join(named[:_SHOWN]) + (f", {num_hidden} more." if num_hidden > 0 else "."))

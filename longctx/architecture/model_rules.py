@@ -160,20 +160,19 @@ def _check_mtp(config: ModelFields) -> None:
     if config.position not in ("rope", "none", "alibi"):
         violations.append(f"model.position={shown(config.position)} (needs rope, none or alibi)")
     if config.norm_order == "post":
-        violations.append("model.norm_order='post' (needs another one)")
+        violations.append("model.norm_order='post' (needs another order)")
     if violations:
         raise ConfigError(
-            f"model.mtp_layers={config.mtp_layers} does not go with {', '.join(violations)}: such a block "
-            "reads the next "
-            "token's row of the embedding table beside a hidden state.\nTry model.mtp_layers=0."
+            f"model.mtp_layers={config.mtp_layers} is not supported with {', '.join(violations)}: an MTP "
+            "block reads the next token's embedding and a hidden state.\nTry model.mtp_layers=0."
         )
 
 
 def _check_encoder(config: ModelFields) -> None:
     """Raise ConfigError unless the model supports an encoder, and cross attention in the decoder's layers."""
     required = {
-        "causal": (True, "the decoder's own tokens see none behind them; an encoder alone has model.encoder_layers=0"),
-        "num_experts": (0, "routers are counted and replayed by the layers of one stack"),
+        "causal": (True, "decoder tokens cannot see later ones; an encoder-only model has model.encoder_layers=0"),
+        "num_experts": (0, "expert load counts and routing replay cover only one stack"),
         "kv_lora_rank": (0, "cross attention has no latents"),
         "attention_gate": (False, "no published model with cross attention has such gates"),
         "shared_layers": (False, "no published model with cross attention shares them"),
@@ -181,12 +180,12 @@ def _check_encoder(config: ModelFields) -> None:
     for name, (value, why) in required.items():
         if getattr(config, name) != value:
             raise ConfigError(
-                f"model.{name}={getattr(config, name)} goes with no encoder (model.encoder_layers="
+                f"model.{name}={getattr(config, name)} is not supported with an encoder (model.encoder_layers="
                 f"{config.encoder_layers}): {why}. Set model.{name}={str(value).lower()}."
             )
     if config.norm_order not in ("pre", "post"):
         raise ConfigError(
-            f"model.norm_order={config.norm_order!r} goes with no encoder (model.encoder_layers="
+            f"model.norm_order={config.norm_order!r} is not supported with an encoder (model.encoder_layers="
             f"{config.encoder_layers}). Try 'pre' or 'post'."
         )
     for name in ("layers", "rope_layers"):
@@ -194,8 +193,8 @@ def _check_encoder(config: ModelFields) -> None:
         # Patterns repeat over both stacks, so they must fit into the shallower one.
         if count > config.encoder_layers:
             raise ConfigError(
-                f"model.{name} names {count} layers, and the encoder has model.encoder_layers={config.encoder_layers}; "
-                "kinds are repeated over the depth of either. Name fewer, or more of its layers."
+                f"model.{name} lists {count} layers, but the encoder has model.encoder_layers={config.encoder_layers}; "
+                "the list repeats over each stack's depth. List fewer kinds, or add encoder layers."
             )
     # The encoder's own tokens are bidirectional, which some fields do not support.
     check_model(encoder_of(config))
@@ -214,15 +213,15 @@ def _check_numbers(config: ModelFields) -> None:
             raise ConfigError(f"model.{name}={getattr(config, name)} must be a positive number.")
     for name in _NOT_NEGATIVE:
         if not 0 <= getattr(config, name) < math.inf:
-            raise ConfigError(f"model.{name}={getattr(config, name)} must not be negative; 0 means none.")
+            raise ConfigError(f"model.{name}={getattr(config, name)} must not be negative; 0 disables it.")
     if config.norm_offset and config.norm == "layernorm":
         raise ConfigError(
             "model.norm_offset=true has no effect with model.norm='layernorm'. Use rmsnorm, or norm_offset=false."
         )
     if not 0 <= config.residual_dropout < 1:
-        raise ConfigError(f"model.residual_dropout={config.residual_dropout} must lie at 0 or above, and below 1.")
+        raise ConfigError(f"model.residual_dropout={config.residual_dropout} must be at least 0 and below 1.")
     if not 0 <= config.router_jitter < 1:
-        raise ConfigError(f"model.router_jitter={config.router_jitter} must lie at 0 or above, and below 1.")
+        raise ConfigError(f"model.router_jitter={config.router_jitter} must be at least 0 and below 1.")
 
 
 def _check_heads(config: ModelFields) -> None:
@@ -239,7 +238,7 @@ def _check_layers(config: ModelFields) -> None:
     """Raise ConfigError for unknown layer kinds, and for a window or stride that no layer reads."""
     if not config.layers or not set(config.layers) <= set(MIXERS):
         raise ConfigError(
-            f"model.layers={shown(list(config.layers))} must name one or more of {list(MIXERS)}, on a command line "
+            f"model.layers={shown(list(config.layers))} must list one or more of {list(MIXERS)}; on the command line, "
             "without quotes: --model.layers full window."
         )
     for name in ("layers", "rope_layers"):
@@ -247,8 +246,8 @@ def _check_layers(config: ModelFields) -> None:
         # A longer pattern would describe layers that do not exist.
         if not 1 <= count <= config.num_layers:
             raise ConfigError(
-                f"model.{name} names {count} layers; with model.num_layers={config.num_layers} it must name 1 to "
-                f"{config.num_layers}, which are repeated over the depth."
+                f"model.{name} lists {count} layers; with model.num_layers={config.num_layers} it must list 1 to "
+                f"{config.num_layers}, which repeat over the depth."
             )
     if config.shared_layers:
         _check_shared(config)
@@ -256,12 +255,12 @@ def _check_layers(config: ModelFields) -> None:
     for name, readers, example in (("window", "window and sparse", 4096), ("sparse_stride", "sparse", 128)):
         is_needed, value = is_read(config, name), getattr(config, name)
         if is_needed != (value > 0):
-            hint = f"Try model.{name}=0, or name {readers} layers."
+            hint = f"Try model.{name}=0, or add {readers} layers."
             if is_needed:
-                hint = f"Set it, to {example} say."
+                hint = f"Set it, for example to {example}."
             raise ConfigError(
-                f"model.{name}={value} with model.layers={list(config.layers)}: {readers} layers need a {name} of at "
-                f"least 1, and nothing else reads it. {hint}"
+                f"model.{name}={value} with model.layers={list(config.layers)}: only {readers} layers read {name}, "
+                f"and they need at least 1. {hint}"
             )
 
 
@@ -269,13 +268,13 @@ def _check_shared(config: ModelFields) -> None:
     """Raise ConfigError unless one block can serve as every layer."""
     if len(set(config.layers)) > 1 or len(set(config.rope_layers)) > 1:
         raise ConfigError(
-            f"model.shared_layers=true makes all layers one block, and model.layers={list(config.layers)}, "
-            f"model.rope_layers={list(config.rope_layers)} differ between layers. Name one kind."
+            f"model.shared_layers=true uses one block for all layers, but model.layers={list(config.layers)}, "
+            f"model.rope_layers={list(config.rope_layers)} differ between layers. List one kind."
         )
     if config.num_experts:
         raise ConfigError(
-            f"model.shared_layers=true goes with no experts (model.num_experts={config.num_experts}): their routers "
-            "are counted and replayed by layer. Set model.num_experts=0."
+            f"model.shared_layers=true is not supported with experts (model.num_experts={config.num_experts}): "
+            "expert load counts and routing replay are per layer. Set model.num_experts=0."
         )
 
 
@@ -290,7 +289,7 @@ def _check_mixers(config: ModelFields) -> None:
         for name in ("q_lora_rank", "rope_head_dim", "value_head_dim"):
             if getattr(config, name):
                 raise ConfigError(
-                    f"model.{name}={getattr(config, name)} belongs to latent attention; set model.kv_lora_rank too, or "
+                    f"model.{name}={getattr(config, name)} requires latent attention; set model.kv_lora_rank too, or "
                     f"model.{name}=0."
                 )
     # Sizes for layer kinds that the model does not have.
@@ -299,34 +298,35 @@ def _check_mixers(config: ModelFields) -> None:
             value = getattr(config, field.name)
             if value != field.default and not is_read(config, field.name):
                 raise ConfigError(
-                    f"model.{field.name}={shown(value)} belongs to {layer_kinds} layers, and model.layers="
-                    f"{list(config.layers)} has none. Name some, or leave it out."
+                    f"model.{field.name}={shown(value)} applies to {layer_kinds} layers; add some to "
+                    f"model.layers={list(config.layers)}, or leave it out."
                 )
     mixers = mixers_of(config)
     if config.attention_gate and not any(mixer.core in ("softmax", "linear") for mixer in mixers):
         raise ConfigError(
-            f"model.attention_gate=true gates softmax layers; model.layers={list(config.layers)} has none. Set false."
+            f"model.attention_gate=true needs softmax or linear layers; got model.layers={list(config.layers)}. "
+            "Set false."
         )
     if config.v_norm and (
         config.is_latent or config.encoder_layers or not any(mixer.core in ("softmax", "linear") for mixer in mixers)
     ):
         raise ConfigError(
-            "model.v_norm=true norms the values of softmax and linear layers; latent attention, encoders beside a "
-            f"decoder and model.layers={list(config.layers)} have none. Set false."
+            f"model.v_norm=true needs softmax or linear layers in model.layers={list(config.layers)}, and supports "
+            "neither latent attention nor encoder-decoders. Set false."
         )
     # One kind alone would make hybrid the same as pre or output.
     if config.norm_order == "hybrid" and len({mixer.core == "gated_delta" for mixer in mixers}) == 1:
         raise ConfigError(
-            f"model.norm_order='hybrid' tells gated_delta and kda layers from others; model.layers="
-            f"{list(config.layers)} has one sort alone. Use 'pre' or 'output'."
+            f"model.norm_order='hybrid' mixes gated_delta, kda or mamba2 layers with others; model.layers="
+            f"{list(config.layers)} has only one sort. Use 'pre' or 'output'."
         )
     # Score modifiers need scores. An encoder-decoder has some in its cross attention.
     if not config.encoder_layers and not any(mixer.has_scores or mixer.core == "linear" for mixer in mixers):
         for name, unused in (("attention_softcap", 0), ("sinks", False), ("qk_norm", "none")):
             if getattr(config, name) != unused:
                 raise ConfigError(
-                    f"model.{name}={shown(getattr(config, name))} is for softmax layers; model.layers="
-                    f"{list(config.layers)} has none. Leave it out."
+                    f"model.{name}={shown(getattr(config, name))} applies to softmax layers, but model.layers="
+                    f"{list(config.layers)} contains other kinds only. Leave it out."
                 )
     for mixer in mixers:
         mixer.check(config)
@@ -343,19 +343,19 @@ def _check_positions(config: ModelFields) -> None:
         for name, value in defaults.items():
             if getattr(config, name) != value:
                 raise ConfigError(
-                    f"model.{name} is about rotary positions, and model.position is {config.position!r}. Leave {name} "
-                    "out, or use model.position='rope'."
+                    f"model.{name} configures rotary positions, but model.position is {config.position!r}. Leave "
+                    f"{name} out, or use model.position='rope'."
                 )
     if not config.local_rope_theta:
         return
     if config.local_rope_theta <= 1:
         raise ConfigError(
-            f"model.local_rope_theta={config.local_rope_theta} must be above 1, such as 10000; 0 means none."
+            f"model.local_rope_theta={config.local_rope_theta} must be above 1, such as 10000; 0 disables it."
         )
     if not is_read(config, "local_rope_theta"):
         raise ConfigError(
-            f"model.local_rope_theta={config.local_rope_theta} is for window layers; model.layers="
-            f"{list(config.layers)} has none. Name some, or try model.local_rope_theta=0."
+            f"model.local_rope_theta={config.local_rope_theta} applies to window layers; add some to model.layers="
+            f"{list(config.layers)}, or try model.local_rope_theta=0."
         )
 
 
@@ -379,13 +379,13 @@ def _check_biases(config: ModelFields) -> None:
     if buckets < 2 * num_directions or buckets % num_directions:
         rule = "at least 2"
         if not config.causal:
-            rule = "an even number, at least 4, for the buckets of both sides (model.causal=false)"
+            rule = "an even number, at least 4, for both directions' buckets (model.causal=false)"
         raise ConfigError(f"model.relative_buckets={buckets} must be {rule}; T5 has 32.")
     exact = buckets // num_directions // 2
     if farthest <= exact:
         raise ConfigError(
-            f"model.relative_max_distance={farthest} must exceed {exact}, the distances that have a bucket each "
-            f"with model.relative_buckets={buckets}. Try {4 * buckets}, as in T5."
+            f"model.relative_max_distance={farthest} must exceed {exact}, the number of single-distance "
+            f"buckets with model.relative_buckets={buckets}. Try {4 * buckets}, as in T5."
         )
 
 
@@ -393,26 +393,26 @@ def _check_ends(config: ModelFields) -> None:
     """Raise ConfigError if embeddings and head do not fit together."""
     if config.position_offset and config.position != "learned":
         raise ConfigError(
-            f"model.position_offset={config.position_offset} is a row of a table of learned positions, and "
+            f"model.position_offset={config.position_offset} is an offset in the learned position table, but "
             f"model.position is {config.position!r}. Set model.position_offset=0, or model.position='learned'."
         )
     # The head transform maps hidden_size back to the embedding table's width.
     if config.embedding_size and not config.head_transform:
         raise ConfigError(
-            f"model.embedding_size={config.embedding_size} is also the width that the output head reads, to which "
-            "model.head_transform=true projects. Set it, or model.embedding_size=0."
+            f"model.embedding_size={config.embedding_size} is also the output head's input width, which needs the "
+            "projection from model.head_transform=true. Set it, or model.embedding_size=0."
         )
     if config.pair_head != "none" and (config.causal or config.segments < 2):
         raise ConfigError(
-            f"model.pair_head={config.pair_head!r} tells two segments from the first token, which sees both sides of "
-            f"them: it needs model.causal=false (now {str(config.causal).lower()}) and model.segments=2 (now "
+            f"model.pair_head={config.pair_head!r} classifies two segments by the first token, which must see "
+            f"both: it needs model.causal=false (now {str(config.causal).lower()}) and model.segments=2 (now "
             f"{config.segments})."
         )
     if config.head_transform and config.activation in GATED:
         plain = [name for name in CHOICES["activation"] if name not in GATED]
         raise ConfigError(
-            f"model.head_transform=true has the FFN's activation, and model.activation={config.activation!r} is gated. "
-            f"Try one of {plain}."
+            f"model.head_transform=true uses the FFN's activation, but model.activation={config.activation!r} is "
+            f"gated. Try one of {plain}."
         )
 
 
@@ -421,28 +421,28 @@ def _check_ffn(config: ModelFields) -> None:
     invalid_layers = [n for n in config.dense_layers if not 0 <= n < config.num_layers]
     if len(config.dense_layers) > config.num_layers:
         raise ConfigError(
-            f"model.dense_layers names {len(config.dense_layers)} layers, and model.num_layers={config.num_layers}."
+            f"model.dense_layers lists {len(config.dense_layers)} layers, but model.num_layers={config.num_layers}."
         )
     if invalid_layers or (config.dense_layers and not config.num_experts):
         raise ConfigError(
-            f"model.dense_layers={shown(list(config.dense_layers))} must name layers of 0 to {config.num_layers - 1} "
-            f"of a model with experts (model.num_experts={config.num_experts})."
+            f"model.dense_layers={shown(list(config.dense_layers))} must list layers from 0 to {config.num_layers - 1} "
+            f"in a model with experts (model.num_experts={config.num_experts})."
         )
     if config.num_experts and len(set(config.dense_layers)) == config.num_layers:
         raise ConfigError(
-            f"model.dense_layers={list(config.dense_layers)} leaves no layer to model.num_experts="
+            f"model.dense_layers={list(config.dense_layers)} leaves no layer for model.num_experts="
             f"{config.num_experts}. Try model.num_experts=0, or fewer dense layers."
         )
     # If every layer has experts, the dense width is not read.
     if (not config.num_experts or config.dense_layers) and config.ffn_size < 1:
-        raise ConfigError(f"model.ffn_size={config.ffn_size} must be at least 1: there are dense layers.")
+        raise ConfigError(f"model.ffn_size={config.ffn_size} must be at least 1: the model has dense layers.")
 
 
 def _check_experts(config: ModelFields) -> None:
     """Raise ConfigError for an impossible expert selection, and for options without effect on it."""
     E, groups, most = config.num_experts, config.expert_groups, config.groups_per_token
     if config.activation not in GATED:
-        raise ConfigError(f"model.activation={config.activation!r} is not gated; experts take one of {list(GATED)}.")
+        raise ConfigError(f"model.activation={config.activation!r} is not gated; experts need one of {list(GATED)}.")
     if E % groups:
         divisors = [n for n in range(1, E + 1) if E % n == 0]
         raise ConfigError(f"model.expert_groups={groups} does not divide model.num_experts={E}. Try one of {divisors}.")
@@ -451,29 +451,29 @@ def _check_experts(config: ModelFields) -> None:
     # A token selects only among the experts in its best groups.
     reachable = E // groups * most
     if not 1 <= config.experts_per_token <= reachable:
-        where = f"the {reachable} experts of {most} of {groups} groups"
+        where = f"the {reachable} experts in {most} of {groups} groups"
         if groups == 1:
             where = f"model.num_experts={E}"
         raise ConfigError(
-            f"model.experts_per_token={config.experts_per_token} must lie between 1 and {where}.\n"
+            f"model.experts_per_token={config.experts_per_token} must be between 1 and {where}.\n"
             f"Try --model.experts_per_token {min(max(1, config.experts_per_token), reachable)}."
         )
     # A group's score is the sum over its best two experts.
     if config.selection_bias and groups > 1 and E // groups < 2:
         raise ConfigError(
-            f"model.expert_groups={groups} leaves groups of one expert, and with model.selection_bias their best two "
-            f"count. Try model.expert_groups={next(n for n in range(E // 2, 0, -1) if E % n == 0)}."
+            f"model.expert_groups={groups} leaves one expert per group, but with model.selection_bias a group's best "
+            f"two count. Try model.expert_groups={next(n for n in range(E // 2, 0, -1) if E % n == 0)}."
         )
     if config.expert_ffn_size < 1:
         raise ConfigError(f"model.expert_ffn_size={config.expert_ffn_size} must be at least 1.")
     if config.selection_bias_rate and not config.selection_bias:
         raise ConfigError(
-            f"model.selection_bias_rate={config.selection_bias_rate} moves a bias that the model does not have. Set "
+            f"model.selection_bias_rate={config.selection_bias_rate} updates a bias that the model does not have. Set "
             "model.selection_bias=true, or model.selection_bias_rate=0."
         )
     # Below 1 the experts have fewer slots in total than there are tokens.
     if 0 < config.capacity_factor < 1:
         raise ConfigError(
-            f"model.capacity_factor={config.capacity_factor} drops tokens however even the load is. Try 1.25, or 0 for "
-            "dropless."
+            f"model.capacity_factor={config.capacity_factor} drops tokens even with a balanced load. Try 1.25, or 0 "
+            "for dropless."
         )

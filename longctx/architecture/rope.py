@@ -84,25 +84,25 @@ class Rope:
         check_types(self, "model.rope")
         if self.kind not in ROPE_KINDS:
             raise ConfigError(f"model.rope.kind={shown(self.kind)} is unknown. Try one of {list(ROPE_KINDS)}.")
-        _check_numbers(self)
-        _check_kind(self)
+        self._check_numbers()
+        self._check_kind()
         if self.kind == "yarn":
-            _check_yarn(self)
+            self._check_yarn()
 
     def check_size(self, rotary_size: int) -> None:
         """Raise ConfigError unless a head can have ``rotary_size`` rotary channels."""
         # Rotation acts on channel pairs.
         if rotary_size < 2 or rotary_size % 2:
             raise ConfigError(
-                f"model.rope has {rotary_size} rotary channels in each head; it must be an even number of at least 2. "
-                "Change model.head_dim or model.rope.partial, in latent attention model.rope_head_dim."
+                f"model.rope has {rotary_size} rotary channels per head; it must be an even number of at least 2. "
+                "Change model.head_dim or model.rope.partial (with latent attention, model.rope_head_dim)."
             )
         for name in ("short_factor", "long_factor"):
             given = getattr(self, name)
             if self.kind == "longrope" and (len(given) != rotary_size // 2 or any(not 0 < f < math.inf for f in given)):
                 raise ConfigError(
                     f"model.rope.{name} has {len(given)} values; longrope needs {rotary_size // 2} positive ones, "
-                    "one a channel pair."
+                    "one per channel pair."
                 )
 
     @property
@@ -134,7 +134,7 @@ class Rope:
             rotating = int(self.partial * rotary_size // 2)
             return [f / self.factor * (c < rotating) for c, f in enumerate(base)]
         if self.kind == "yarn":
-            return _yarn_frequencies(self, base, rotary_size)
+            return self._yarn_frequencies(base, rotary_size)
         if self.kind == "longrope":
             # One table serves the full batch, as in transformers: one long document changes short ones too.
             divisors = self.short_factor
@@ -142,7 +142,7 @@ class Rope:
                 divisors = self.long_factor
             return [f / divisor for f, divisor in zip(base, divisors, strict=True)]
         if self.kind == "llama3":
-            return [_llama3_frequency(self, f) for f in base]
+            return [self._llama3_frequency(f) for f in base]
         return base
 
     def scale(self) -> float:
@@ -180,105 +180,102 @@ class Rope:
         # growth.
         return self.theta * growth ** (rotary_size / (rotary_size - 2))
 
+    def _check_kind(self) -> None:
+        """Raise ConfigError for fields that the kind ignores, and for missing fields that it needs."""
+        # An option without effect is an error: the model would differ from the intended one.
+        for name, kinds in _READ_BY.items():
+            value = getattr(self, name)
+            if self.kind not in kinds and value != _DEFAULTS[name]:
+                raise ConfigError(
+                    f"model.rope.{name}={shown(value)} has no effect with model.rope.kind={self.kind!r}. Set the kind "
+                    f"to one of {list(kinds)}, or leave {name} out."
+                )
+        if self.kind in ("dynamic", "yarn", "longrope", "llama3") and self.original_max_positions < 2:
+            raise ConfigError(
+                f"model.rope.kind={self.kind!r} with model.rope.original_max_positions={self.original_max_positions}: "
+                "it needs the model's original training length, such as 4096."
+            )
+        if self.query_growth and self.partial != 1:
+            raise ConfigError(
+                f"model.rope.query_growth={self.query_growth} scales full queries, but model.rope.partial="
+                f"{self.partial} rotates only some channels. Use model.rope.partial=1."
+            )
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"model.rope.high_freq_factor={self.high_freq_factor} must be above "
+                f"model.rope.low_freq_factor={self.low_freq_factor}; Llama 3.1 has 4 and 1."
+            )
+
+    def _check_numbers(self) -> None:
+        """Raise ConfigError for numbers out of range, for any kind."""
+        if not 1 < self.theta < math.inf:
+            raise ConfigError(f"model.rope.theta={self.theta} must be a number above 1, such as 10000.")
+        if not 1 <= self.factor < math.inf:
+            raise ConfigError(
+                f"model.rope.factor={self.factor} must be at least 1: it is the context extension factor."
+            )
+        for name in ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"model.rope.{name}={getattr(self, name)} must be a positive number.")
+        if not 0 < self.partial <= 1:
+            raise ConfigError(f"model.rope.partial={self.partial} must be above 0 and at most 1.")
+        for name in ("attention_factor", "mscale", "mscale_all_dim", "query_growth", "original_max_positions"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"model.rope.{name}={getattr(self, name)} must not be negative; 0 means unset.")
+        for name, most in _UPPER_BOUNDS.items():
+            if getattr(self, name) > most:
+                raise ConfigError(f"model.rope.{name}={shown(getattr(self, name))} must be at most {most:g}.")
+
+    def _check_yarn(self) -> None:
+        """Raise ConfigError if yarn's numbers contradict each other."""
+        if self.beta_fast < self.beta_slow:
+            raise ConfigError(
+                f"model.rope.beta_fast={self.beta_fast} must not be below model.rope.beta_slow={self.beta_slow}: "
+                "channel pairs between the two are partly interpolated. The paper has 32 and 1."
+            )
+        if self.original_max_positions < 2 * math.pi * self.beta_slow:
+            raise ConfigError(
+                f"model.rope.original_max_positions={self.original_max_positions} is too short for "
+                f"model.rope.beta_slow={self.beta_slow}: even the fastest channel pair rotates less often. "
+                f"Try original_max_positions={math.ceil(2 * math.pi * self.beta_slow)} or more."
+            )
+        if self.mscale not in (0, 1) and not self.mscale_all_dim:
+            raise ConfigError(
+                f"model.rope.mscale={self.mscale} has no effect without model.rope.mscale_all_dim. Set both (as in "
+                "DeepSeek), or set model.rope.attention_factor instead."
+            )
+
+    def _yarn_frequencies(self, base: list[float], rotary_size: int) -> list[float]:
+        """Keep fast channel pairs, divide slow ones by ``factor``, and blend in between (YaRN, section 3.2)."""
+
+        def pair_of(rotations: float) -> float:
+            """Return the (fractional) pair that completes ``rotations`` rotations in the original length."""
+            # Solve rotations · 2π = original length · theta^(-2c / rotary_size) for c.
+            wavelength = self.original_max_positions / (rotations * 2 * math.pi)
+            return rotary_size * math.log(wavelength) / (2 * math.log(self.theta))
+
+        # Pairs below ``low`` rotate often enough to see every angle in training; those above ``high`` do not.
+        low, high = pair_of(self.beta_fast), pair_of(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary_size - 1)
+        # As in transformers: avoid a zero width if both bounds coincide.
+        width = high - low or 0.001
+        divided = [min(max((c - low) / width, 0.0), 1.0) for c in range(len(base))]
+        return [f * (1 - share) + f / self.factor * share for f, share in zip(base, divided, strict=True)]
+
+    def _llama3_frequency(self, frequency: float) -> float:
+        """Keep a fast pair's frequency, divide a slow one's by ``factor``, and blend in between."""
+        rotations = self.original_max_positions * frequency / (2 * math.pi)
+        if rotations < self.low_freq_factor:
+            return frequency / self.factor
+        if rotations > self.high_freq_factor:
+            return frequency
+        share = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return (1 - share) * frequency / self.factor + share * frequency
+
 
 _DEFAULTS = {f.name: f.default for f in fields(Rope)}
-
-
-def _check_kind(rope: Rope) -> None:
-    """Raise ConfigError for fields that the kind ignores, and for missing fields that it needs."""
-    # An option without effect is an error: the model would differ from the intended one.
-    for name, kinds in _READ_BY.items():
-        value = getattr(rope, name)
-        if rope.kind not in kinds and value != _DEFAULTS[name]:
-            raise ConfigError(
-                f"model.rope.{name}={shown(value)} has no effect with model.rope.kind={rope.kind!r}. Set the kind to "
-                f"one of {list(kinds)}, or leave {name} out."
-            )
-    if rope.kind in ("dynamic", "yarn", "longrope", "llama3") and rope.original_max_positions < 2:
-        raise ConfigError(
-            f"model.rope.kind={rope.kind!r} with model.rope.original_max_positions={rope.original_max_positions}: "
-            "it needs the length that the model was trained for, such as 4096."
-        )
-    if rope.query_growth and rope.partial != 1:
-        raise ConfigError(
-            f"model.rope.query_growth={rope.query_growth} scales whole queries, and model.rope.partial={rope.partial} "
-            "rotates a part of them. Use model.rope.partial=1."
-        )
-    if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
-        raise ConfigError(
-            f"model.rope.high_freq_factor={rope.high_freq_factor} must be above "
-            f"model.rope.low_freq_factor={rope.low_freq_factor}; Llama 3.1 has 4 and 1."
-        )
-
-
-def _check_numbers(rope: Rope) -> None:
-    """Raise ConfigError for numbers out of range, for any kind."""
-    if not 1 < rope.theta < math.inf:
-        raise ConfigError(f"model.rope.theta={rope.theta} must be a number above 1, such as 10000.")
-    if not 1 <= rope.factor < math.inf:
-        raise ConfigError(f"model.rope.factor={rope.factor} must be at least 1: it says how much longer.")
-    for name in ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
-        if not 0 < getattr(rope, name) < math.inf:
-            raise ConfigError(f"model.rope.{name}={getattr(rope, name)} must be a positive number.")
-    if not 0 < rope.partial <= 1:
-        raise ConfigError(f"model.rope.partial={rope.partial} must lie above 0 and at most at 1.")
-    for name in ("attention_factor", "mscale", "mscale_all_dim", "query_growth", "original_max_positions"):
-        if not 0 <= getattr(rope, name) < math.inf:
-            raise ConfigError(f"model.rope.{name}={getattr(rope, name)} must not be negative; 0 means not given.")
-    for name, most in _UPPER_BOUNDS.items():
-        if getattr(rope, name) > most:
-            raise ConfigError(f"model.rope.{name}={shown(getattr(rope, name))} must be at most {most:g}.")
-
-
-def _check_yarn(rope: Rope) -> None:
-    """Raise ConfigError if yarn's numbers contradict each other."""
-    if rope.beta_fast < rope.beta_slow:
-        raise ConfigError(
-            f"model.rope.beta_fast={rope.beta_fast} must not be below model.rope.beta_slow={rope.beta_slow}: pairs "
-            "between the two are partly divided. The paper has 32 and 1."
-        )
-    if rope.original_max_positions < 2 * math.pi * rope.beta_slow:
-        raise ConfigError(
-            f"model.rope.original_max_positions={rope.original_max_positions} is too short for "
-            f"model.rope.beta_slow={rope.beta_slow}: not even the fastest pair rotates so often. "
-            f"Try original_max_positions={math.ceil(2 * math.pi * rope.beta_slow)} or more."
-        )
-    if rope.mscale not in (0, 1) and not rope.mscale_all_dim:
-        raise ConfigError(
-            f"model.rope.mscale={rope.mscale} is read only beside model.rope.mscale_all_dim. Set both (DeepSeek), "
-            "or give model.rope.attention_factor itself."
-        )
-
-
-def _yarn_frequencies(rope: Rope, base: list[float], rotary_size: int) -> list[float]:
-    """Keep fast channel pairs, divide slow ones by ``factor``, and blend in between (YaRN, section 3.2)."""
-
-    def pair_of(rotations: float) -> float:
-        """Return the (fractional) pair that completes ``rotations`` rotations in the original length."""
-        # Solve rotations · 2π = original length · theta^(-2c / rotary_size) for c.
-        wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
-        return rotary_size * math.log(wavelength) / (2 * math.log(rope.theta))
-
-    # Pairs below ``low`` rotate often enough to see every angle in training; those above ``high`` do not.
-    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotary_size - 1)
-    # As in transformers: avoid a zero width if both bounds coincide.
-    width = high - low or 0.001
-    divided = [min(max((c - low) / width, 0.0), 1.0) for c in range(len(base))]
-    return [f * (1 - share) + f / rope.factor * share for f, share in zip(base, divided, strict=True)]
-
-
-def _llama3_frequency(rope: Rope, frequency: float) -> float:
-    """Keep a fast pair's frequency, divide a slow one's by ``factor``, and blend in between."""
-    rotations = rope.original_max_positions * frequency / (2 * math.pi)
-    if rotations < rope.low_freq_factor:
-        return frequency / rope.factor
-    if rotations > rope.high_freq_factor:
-        return frequency
-    share = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    return (1 - share) * frequency / rope.factor + share * frequency
 
 
 def _mscale(factor: float, weight: float) -> float:

@@ -32,16 +32,16 @@ EMPTY_LOSS_MASK = "no token counts"
 EMPTY_LOSS_MASK_AFTER_CUT = "no token counts in the part that is kept"
 REMEDIES = {
     REWRITES_PREVIOUS_TURNS: (
-        "Make a document of each reply (--train-on each), or train on the last one (--train-on last)."
+        "Make one document per reply (--train-on each), or train on the last reply (--train-on last)."
     ),
-    PROMPT_MISMATCH: "Count all tokens (--train-on all), or give another template: --chat-template FILE.",
-    TEMPLATE_REJECTS: "Look at the roles and their order, or give another template: --chat-template FILE.",
-    EMPTY_LOSS_MASK: "Count other tokens: --train-on all. Or look whether the replies' role is assistant.",
-    EMPTY_LOSS_MASK_AFTER_CUT: "Keep more (--max-tokens N), or the conversations' ends: --too-long split-turns.",
-    MERGED_PROMPT_TOKEN: "Give a template whose prompt ends with a line or a control token: --chat-template FILE.",
-    CONTROL_TOKENS_IN_TEXT: "Take them out of the texts.",
-    UNCONDITIONAL_PROMPT: "Let it do so if add_generation_prompt is true alone: --chat-template FILE.",
-    MISPLACED_MARKS: "Let {% generation %} stand outside of macros and {% set %} blocks: --chat-template FILE.",
+    PROMPT_MISMATCH: "Train on all tokens (--train-on all), or use another template: --chat-template FILE.",
+    TEMPLATE_REJECTS: "Check the roles and their order, or use another template: --chat-template FILE.",
+    EMPTY_LOSS_MASK: "Train on all tokens (--train-on all), or check if the replies' role is assistant.",
+    EMPTY_LOSS_MASK_AFTER_CUT: "Keep more (--max-tokens N), or split long conversations: --too-long split-turns.",
+    MERGED_PROMPT_TOKEN: "Let the template's prompt end with a newline or control token: --chat-template FILE.",
+    CONTROL_TOKENS_IN_TEXT: "Remove them from the texts.",
+    UNCONDITIONAL_PROMPT: "Use a template that adds it only if add_generation_prompt is true: --chat-template FILE.",
+    MISPLACED_MARKS: "Move {% generation %} out of macros and {% set %} blocks: --chat-template FILE.",
 }
 """Reasons why a conversation cannot be trained on, each with a remedy."""
 
@@ -87,8 +87,8 @@ class ChatEncoder:
             texts = find_chat_templates(tokenizer.files, tokenizer.path)
         if not texts:
             raise DataError(
-                f"tokenizer={tokenizer.path} has no chat template: it is a base model's.\n`data build "
-                "--chat-template FILE` gives the tuned model one, such as the chat_template.jinja of a sister model."
+                f"tokenizer={tokenizer.path} has no chat template, like most base models.\nSet one with `data build "
+                "--chat-template FILE`, for example the chat_template.jinja from the family's chat model."
             )
         now = None
         if rule.now:
@@ -235,8 +235,8 @@ class ChatEncoder:
         if DEFAULT in self._templates:
             return self._templates[DEFAULT]
         raise DataError(
-            f"tokenizer={self.tokenizer.path} has the chat templates {', '.join(self._templates)} and none of them is "
-            "its default. Name one: --chat-template FILE."
+            f"tokenizer={self.tokenizer.path} has the chat templates {', '.join(self._templates)}, but no default. "
+            "Select one: --chat-template FILE."
         )
 
 
@@ -374,7 +374,7 @@ def _reply_spans(
                     reason = REWRITES_PREVIOUS_TURNS
                 raise ChatEncodingError(
                     reason,
-                    prefix_length or f"message {turn}: the text {description} is another one without what follows",
+                    prefix_length or f"message {turn}: the text {description} changes without the messages after it",
                 )
         assert isinstance(start, int)
         assert isinstance(end, int)

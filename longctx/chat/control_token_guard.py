@@ -86,7 +86,7 @@ class ControlTokenGuard:
         if not self._hidden_strings:
             return RestoredText(text, []), []
         if _ESCAPED.search(text):
-            raise ValueError("the template spells a control token of a message in ASCII")
+            raise ValueError("the template escapes a message's control token as ASCII")
         parts: list[str] = []
         plain: list[Span] = []
         hidden_offsets: list[int] = []
@@ -117,5 +117,5 @@ class ControlTokenGuard:
         if token_string not in self._hidden_strings:
             self._hidden_strings.append(token_string)
         if len(self._hidden_strings) > _LAST - _FIRST:
-            raise ValueError("it spells more than 65,000 control tokens")
+            raise ValueError("it contains more than 65,000 control tokens")
         return chr(_FIRST + self._hidden_strings.index(token_string))

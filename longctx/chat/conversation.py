@@ -85,11 +85,11 @@ def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
     if not turns:
         raise NoConversationError("it has no messages")
     if len(turns) > _MAX_MESSAGES:
-        raise NoConversationError(f"it has {len(turns):,} messages, and {_MAX_MESSAGES:,} are read")
+        raise NoConversationError(f"it has {len(turns):,} messages; the limit is {_MAX_MESSAGES:,}")
     # A media column may be empty, as in text-only records from a dataset with pictures.
     for name in MEDIA:
         if record.get(name):
-            raise NoConversationError(f"it has {name!r}, which are not trained on")
+            raise NoConversationError(f"it has {name!r}, which training does not support")
     _check_calls(turns)
     messages, weights = [], []
     for turn, entry in enumerate(turns):
@@ -143,7 +143,7 @@ def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
     if isinstance(value, str):
         value = _parse_json(value, field)
     if not isinstance(value, list):
-        raise NoConversationError(f"{field} is {shown(value)}, and no list of messages")
+        raise NoConversationError(f"{field} is {shown(value)}, not a list of messages")
     return value
 
 
@@ -168,7 +168,7 @@ def _system(record: Mapping[str, Any], first: Message) -> str:
     if first["role"] != "system":
         return system
     if first.get("content") != system:
-        raise NoConversationError("it has a system field, and its first message is another system turn")
+        raise NoConversationError("its system field differs from its first message, a system turn")
     return ""
 
 
@@ -183,7 +183,7 @@ def _check_calls(turns: Sequence[Any]) -> None:
 def _message(entry: Any, turn: int) -> Message:
     """Return a message with ``role`` and ``content``. Raise NoConversationError if the entry is not a message."""
     if not isinstance(entry, Mapping):
-        raise NoConversationError(f"it is {shown(entry)}, and no message", turn)
+        raise NoConversationError(f"it is {shown(entry)}, not a message", turn)
     # Drop nulls: some templates only test whether a part has the key ``image``. In arguments and schemas a null is a
     # value.
     kept = {key: copy_json(value, nulls=key == "tool_calls") for key, value in entry.items()}
@@ -191,13 +191,13 @@ def _message(entry: Any, turn: int) -> Message:
     if "role" not in message and "from" in message:
         sender = message.pop("from")
         if not isinstance(sender, str) or sender not in _ROLES:
-            raise NoConversationError(f"from={shown(sender)} is none of {', '.join(_ROLES)}", turn)
+            raise NoConversationError(f"from={shown(sender)} is not one of {', '.join(_ROLES)}", turn)
         message["role"] = _ROLES[sender]
         if "content" not in message and "value" in message:
             message["content"] = message.pop("value")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise NoConversationError(f"role={shown(role)} is no name of a role", turn)
+        raise NoConversationError(f"role={shown(role)} is not a role name", turn)
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is not None:
         # Set both keys, so that every template finds the reasoning.
@@ -207,12 +207,14 @@ def _message(entry: Any, turn: int) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         for part in _media(content):
-            raise NoConversationError(f"it has a part of type {printable(part)}, which is not trained on", turn)
+            raise NoConversationError(
+                f"it has a content part of type {printable(part)}, which training does not support", turn
+            )
         for part in content:
             if isinstance(part, Mapping) and not isinstance(part.get("text"), str):
-                raise NoConversationError(f"it has a part {shown(part)} without a text", turn)
+                raise NoConversationError(f"it has a content part {shown(part)} without text", turn)
     elif not isinstance(content, str) and not (content is None and "tool_calls" in message):
-        raise NoConversationError(f"content={shown(content)} is no text", turn)
+        raise NoConversationError(f"content={shown(content)} is not text", turn)
     return message
 
 
@@ -233,7 +235,7 @@ def _tool_calls(value: Any, turn: int) -> list[Any]:
     if isinstance(value, str):
         value = _parse_json(value, "tool_calls", turn)
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
-        raise NoConversationError(f"tool_calls={shown(value)} is no list of calls", turn)
+        raise NoConversationError(f"tool_calls={shown(value)} is not a list of calls", turn)
     return [copy_json(call, nulls=True) for call in value]
 
 
@@ -244,7 +246,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
     if isinstance(value, str):
         value = _parse_json(value, "tools")
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise NoConversationError(f"tools={shown(value)} is no list of schemas")
+        raise NoConversationError(f"tools={shown(value)} is not a list of schemas")
     return [copy_json(tool, nulls=True) for tool in value]
 
 
@@ -272,7 +274,7 @@ def _parse_json(value: str, field: str, turn: int = -1) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise NoConversationError(f"{field} is {shown(value)}, and no JSON", turn) from error
+        raise NoConversationError(f"{field} is {shown(value)}, which is not JSON", turn) from error
 
 
 def _check_values(text: str, field: str, turn: int = -1) -> None:

@@ -29,10 +29,10 @@ _SHOWN_CHARACTERS = 300
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WORKER = Path(__file__).with_name("template_worker.py")
 _REASONS = {
-    "memory": "takes more memory than a conversation may",
-    "depth": "is nested too deep",
-    "syntax": "is no template",
-    "sandbox": "does what no template may",
+    "memory": "exceeds the memory limit per conversation",
+    "depth": "is nested too deeply",
+    "syntax": "is not a valid template",
+    "sandbox": "attempts a forbidden operation",
 }
 
 Message = Mapping[str, Any]
@@ -76,7 +76,7 @@ class ChatTemplate:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = -1
         if len(text) > MAX_TEMPLATE_CHARACTERS:
-            raise self._close_with_error(f"has {len(text):,} characters, and {MAX_TEMPLATE_CHARACTERS:,} are the most")
+            raise self._close_with_error(f"has {len(text):,} characters; the limit is {MAX_TEMPLATE_CHARACTERS:,}")
 
     def render(
         self,
@@ -161,7 +161,7 @@ class ChatTemplate:
             return answer
         message = printable(answer.get("message", ""))[:_SHOWN_CHARACTERS]
         if kind == "template":
-            raise TemplateError(f"{self.name} refuses the conversation: {message}", message, rejects_conversation=True)
+            raise TemplateError(f"{self.name} rejects the conversation: {message}", message, rejects_conversation=True)
         raise self._close_with_error(": ".join(part for part in (_REASONS[kind], message) if part))
 
     def _close_with_error(self, reason: str) -> TemplateError:
@@ -169,7 +169,7 @@ class ChatTemplate:
         # A template that fails once is not used again: after running out of memory, the process has an unknown state.
         self.close()
         return TemplateError(
-            f"{self.name} {reason}.\nTake it from the model's publisher, or give another one: --chat-template FILE.",
+            f"{self.name} {reason}.\nUse the model publisher's template, or another one: --chat-template FILE.",
             reason,
         )
 
@@ -183,10 +183,10 @@ def render_chat(template: str, messages: Sequence[Message], **values: Any) -> st
 def _exit_reason(code: int) -> str:
     """Return why the process ended, for a message."""
     if code == -signal.SIGXCPU:
-        return "takes longer than a conversation may"
+        return "exceeds the CPU time limit per conversation"
     if code < 0:
-        return f"ends the process that renders it (signal {-code})"
-    return f"ends the process that renders it (code {code})"
+        return f"crashed its rendering process (signal {-code})"
+    return f"crashed its rendering process (exit code {code})"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

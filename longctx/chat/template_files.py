@@ -32,7 +32,7 @@ def find_chat_templates(files: Mapping[str, bytes], path: Path) -> dict[str, str
     elif isinstance(value, list):
         found |= {str(one["name"]): str(one["template"]) for one in value if _is_named(one)}
     elif value is not None:
-        raise DataError(f"{TOKENIZER_CONFIG} of tokenizer={path} has a chat_template that is no text. Copy it again.")
+        raise DataError(f"{TOKENIZER_CONFIG} of tokenizer={path} has a chat_template that is not text. Copy it again.")
     own = {name: content for name, content in files.items() if name.startswith(f"{TEMPLATES}.")}
     own |= {f"{TEMPLATES}.{DEFAULT}.jinja": files[TEMPLATE_FILE]} if TEMPLATE_FILE in files else {}
     # Separate files replace all templates in the config, not only those with the same name.
@@ -42,7 +42,7 @@ def find_chat_templates(files: Mapping[str, bytes], path: Path) -> dict[str, str
         try:
             found[name.removeprefix(f"{TEMPLATES}.").removesuffix(".jinja")] = content.decode()
         except UnicodeDecodeError as error:
-            raise DataError(f"{name} of tokenizer={path} is no UTF-8 ({error.reason}). Copy it again.") from error
+            raise DataError(f"{name} of tokenizer={path} is not UTF-8 ({error.reason}). Copy it again.") from error
     return found
 
 

@@ -148,7 +148,7 @@ def _render(sandbox: Any, template: Any, values: dict[str, Any]) -> dict[str, An
             # A sandbox violation disqualifies the template, not only this conversation.
             raise
         except jinja2.TemplateError as error:
-            prefix_lengths.append(f"the template refuses the messages up to it: {error}")
+            prefix_lengths.append(f"the template rejects the messages up to it: {error}")
             continue
         if text.startswith(prefix_text):
             prefix_lengths.append(len(prefix_text))

@@ -40,7 +40,7 @@ def with_chat(tokenizer: Tokenizer, rule: ChatRule, say: Callable[[str], None] =
     finally:
         encoder.close()
     if not ends:
-        say("the chat template ends no reply with a control token: what counts does not teach a model where to stop")
+        say("the chat template ends no reply with a control token: the model does not learn to end its replies")
     # Without an end id, the tokenizer must stay so: an id that ends replies would also end plain texts, which changes
     # their ids.
     if tokenizer.special.end is None:

@@ -54,8 +54,8 @@ def find_auxiliary_files(folder: Path, *, include_processors: bool = False) -> d
         check_is_fetched(path)
         if path.stat().st_size > MOST_TOKENIZER_BYTES:
             raise CheckpointError(
-                f"{path} has {path.stat().st_size:,} bytes, and such a file has at most {MOST_TOKENIZER_BYTES:,}. "
-                "Take it out of the folder."
+                f"{path} has {path.stat().st_size:,} bytes; the limit for such a file is {MOST_TOKENIZER_BYTES:,}. "
+                "Remove it from the folder."
             )
     return found
 
@@ -101,14 +101,14 @@ def log_skipped_files(folder: Path, used: Iterable[str]) -> None:
     left = [name for name in left if name not in used]
     if left:
         named = format_names(map(printable, left))
-        log.warning("%s: left behind, because nothing here reads or carries them: %s.", folder, named)
+        log.warning("%s: files left out, because longctx neither reads nor copies them: %s.", folder, named)
 
 
 def log_ignored_keys(folder: Path, keys: Mapping[str, Any]) -> None:
     """Warn about config.json keys that do not affect the network; exports omit them."""
     if keys:
         named = format_names(f"{key}={shown(value)}" for key, value in keys.items())
-        log.warning("%s/config.json: passed over, as by transformers, and left out of exports: %s.", folder, named)
+        log.warning("%s/config.json: keys ignored, as in transformers, and left out of exports: %s.", folder, named)
 
 
 def auxiliary_names(reader: CheckpointReader) -> list[str]:
@@ -131,5 +131,5 @@ def copy_auxiliary_files(files: Mapping[str, Path], output: Path) -> list[str]:
         shutil.copyfile(path, copy)
         # A faulty disk may not raise an error.
         if copy.read_bytes() != path.read_bytes():
-            raise CheckpointError(f"{name} did not come back from {output} as it was written. Check the disk.")
+            raise CheckpointError(f"{name} in {output} reads back differently from the written data. Check the disk.")
     return [hf_path(name) for name in files]

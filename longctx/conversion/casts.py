@@ -78,6 +78,6 @@ def read_master(reader: CheckpointReader, name: str, dtype: torch.dtype, *, is_e
             raise CheckpointError(f"{name} has values beyond float16's 65504. Choose bfloat16 or float32.")
         # Compare bits, not values: −0 equals 0, and NaN does not equal itself.
         if is_exact and not torch.equal(result.to(torch.float32).view(torch.int32), values.view(torch.int32)):
-            raise CheckpointError(f"{name} is not what {dtype_name(dtype)} can hold: a bit would be lost.")
+            raise CheckpointError(f"{name} cannot be stored as {dtype_name(dtype)} without losing bits.")
         flat[start : start + len(values)] = result
     return tensor

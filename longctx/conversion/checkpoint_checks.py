@@ -20,14 +20,14 @@ def check_folders(source: str | Path, output: str | Path) -> None:
     source, output = Path(source), Path(output)
     if not source.is_dir():
         if source.exists():
-            raise CheckpointError(f"{source} is no folder.")
+            raise CheckpointError(f"{source} is not a folder.")
         raise CheckpointError(f"{source} does not exist.")
     if (source / CHECKPOINTS).is_dir():
         source = find_checkpoint(source)
     # A folder that changes while it is read matches neither its old hashes nor its old files.
     if output.resolve().is_relative_to(source.resolve()) and output.resolve() != source.resolve():
         suggestion = source.resolve().with_name(f"{source.resolve().name}-converted")
-        raise CheckpointError(f"{output} lies inside of {source}, which is only read. Try {suggestion}.")
+        raise CheckpointError(f"{output} is inside of {source}, which must not change. Try {suggestion}.")
 
 
 def open_verified_checkpoint(checkpoint: str | Path) -> CheckpointReader:

@@ -85,18 +85,18 @@ def _check_source(source: Path) -> None:
         pass
     else:
         raise CheckpointError(
-            f"{source} is no checkpoint of DeepSpeed: no *_states.pt is in it or in a folder of it.\n"
-            "Give the folder that holds the file `latest`; one of Hugging Face is read with --from hf."
+            f"{source} is not a DeepSpeed checkpoint: neither it nor its subfolders contain a *_states.pt.\n"
+            "Give the folder that contains the file `latest`; import a Hugging Face folder with --from hf."
         )
     if not (source / LATEST).is_file():
         raise CheckpointError(
-            f"{source / LATEST} is missing, which names the folder of states (global_stepN).\n"
-            f"Give the folder above, or write the name into it: echo global_step1000 > {source / LATEST}"
+            f"{source / LATEST} is missing; it must contain the state folder's name (global_stepN).\n"
+            f"Give the parent folder, or write the name into the file: echo global_step1000 > {source / LATEST}"
         )
     if not (source / CONFIG).is_file():
         raise CheckpointError(
-            f"{source / CONFIG} is missing: DeepSpeed keeps no architecture.\n"
-            "Put the model's config.json of Hugging Face there, and its tokenizer's files."
+            f"{source / CONFIG} is missing: DeepSpeed does not store the architecture.\n"
+            "Put the model's Hugging Face config.json there, and its tokenizer files."
         )
 
 
@@ -110,7 +110,7 @@ def _run_tool(source: Path, output: Path) -> None:
     if done.returncode:
         stderr_lines = done.stderr.strip().splitlines() or ["nothing"]
         raise CheckpointError(
-            f"{source} cannot be imported: DeepSpeed's {TOOL} ended with {done.returncode}, and said:\n"
+            f"{source} cannot be imported: DeepSpeed's {TOOL} failed with exit code {done.returncode}:\n"
             f"  {stderr_lines[-1][:_MAX_ERROR_CHARACTERS]}\n"
-            "It reads ZeRO 1 to 3, in the same version of DeepSpeed or a near one."
+            "It reads ZeRO 1 to 3, from the same or a similar DeepSpeed version."
         )

@@ -67,7 +67,7 @@ class HfReader:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(
-                f"{self.folder} is no folder. Give the one that holds config.json.{where_to_get(self.folder)}"
+                f"{self.folder} is not a folder. Give the folder that contains config.json.{where_to_get(self.folder)}"
             )
         if not (self.folder / "config.json").exists():
             reject_other_formats(self.folder)
@@ -103,7 +103,7 @@ class HfReader:
         self._check_names(on_disk)
         if self.config.has_constant_gates:
             log.warning(
-                "%s: experts_per_token=1 with normalised gates. Each gate is 1: routers learn nothing from the loss.",
+                "%s: experts_per_token=1 with normalised gates. Each gate is 1: the loss does not train the routers.",
                 self.folder,
             )
 
@@ -153,7 +153,7 @@ class HfReader:
             heads = {name for name in names if matches(family.other_heads, name)}
         if heads:
             log.warning(
-                "%s: tensors of heads that the model does not have here are left out: %s",
+                "%s: tensors of unused heads are left out: %s",
                 self.folder,
                 format_names(heads, limit=4),
             )
@@ -206,9 +206,9 @@ class HfReader:
         if copy == family.head and not family.copies:
             hint = "Set tie_word_embeddings to false to keep both."
         if copy in mtp_duplicates(family, self.config):
-            hint = "Leave out --mtp (train.mtp_weight): then such blocks are carried along with what they have."
+            hint = "Leave out --mtp (train.mtp_weight): then MTP blocks are carried along unchanged."
         raise CheckpointError(
-            f"{self.folder}: {copy} differs from {original}, of which it is a copy (tie_word_embeddings="
+            f"{self.folder}: {copy} differs from {original}, but must be its copy (tie_word_embeddings="
             f"{str(self.config.tie_embeddings).lower()}).\n{hint}"
         )
 
@@ -217,8 +217,8 @@ def _check_has_mtp(folder: Path, config: ModelConfig, *, requested: bool) -> Non
     # Requested explicitly: importing a folder without them would leave a loss weight without effect.
     if requested and not config.mtp_layers:
         raise ConfigError(
-            f"{folder} has no blocks for multi-token prediction, by its config.json. Leave --mtp out, and "
-            "train.mtp_weight at 0."
+            f"{folder} has no multi-token prediction blocks, according to its config.json. Leave out --mtp, and "
+            "keep train.mtp_weight=0."
         )
 
 
@@ -261,7 +261,7 @@ def save_hf(
     dropped_fields = dropped_training_fields(config, hf_config)
     if dropped_fields:
         log.warning(
-            "a %s config.json has no key for what training alone reads: %s. The weights are the same function without.",
+            "a %s config.json has no keys for these training-only settings: %s. They do not affect model outputs.",
             hf_config["model_type"],
             ", ".join(f"model.{name}={value!r}" for name, value in dropped_fields.items()),
         )
@@ -310,10 +310,10 @@ def _check_padding(tokenizer: Tokenizer, hf_config: Mapping[str, Any]) -> None:
     if expected_id is None or expected_id == tokenizer.padding:
         return
     raise ConfigError(
-        f"transformers' {hf_config['model_type']} counts the positions of a text without id {expected_id} (model."
-        f"position_offset={expected_id + 1}), which is {tokenizer.describe_token(expected_id)} here; this "
+        f"transformers' {hf_config['model_type']} skips id {expected_id} when it counts positions (model."
+        f"position_offset={expected_id + 1}), which is {tokenizer.describe_token(expected_id)} here, but this "
         "tokenizer pads with "
-        f"{tokenizer.padding}. A model for it has model.position_offset={tokenizer.padding + 1}."
+        f"{tokenizer.padding}. A model for it needs model.position_offset={tokenizer.padding + 1}."
     )
 
 
@@ -322,7 +322,7 @@ def _loadable_ids(ids: dict[str, Any], rows: int) -> dict[str, Any]:
     replaced = replaced_ids(ids, rows)
     for key, value in replaced.items():
         log.warning(
-            "config.json gets %s=%s and not %s, with which transformers would not load a model of %d rows.",
+            "config.json gets %s=%s instead of %s, because transformers would not load that id with %d embedding rows.",
             key,
             json.dumps(value),
             json.dumps(ids[key]),

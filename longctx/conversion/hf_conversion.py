@@ -269,7 +269,7 @@ def _select_passthrough(reader: HfReader, *, text_only: bool) -> PassthroughPart
         return None
     if text_only:
         log.warning(
-            "%s: left out as asked, and from exports too: %s.", reader.folder, format_names(parts.names, limit=6)
+            "%s: left out as requested, also from exports: %s.", reader.folder, format_names(parts.names, limit=6)
         )
         return None
     parts.log_tensors(reader.folder)
@@ -305,15 +305,15 @@ def _logits_skip_reason(
 def _load_failure_reason(reader: HfReader) -> str | None:
     """Return why transformers cannot load a folder that we read; None if it can, as far as is known."""
     if not has_standard_names(reader.folder):
-        return f"transformers does not find weights of the names that they have in {reader.folder}"
+        return f"transformers does not find the weight files under their names in {reader.folder}"
     if reader.quantization is not None and find_spec("accelerate") is None:
         return "transformers loads quantised weights with accelerate, which is not installed (pip install accelerate)"
     if reader.model_type_on_disk in ALIASES:
-        return f"transformers has no {reader.model_type_on_disk} of its own; exports are {reader.model_type}"
+        return f"transformers has no {reader.model_type_on_disk} class; exports are {reader.model_type}"
     rows = reader.config.vocab_size
     for key in replaced_ids(reader.token_ids, rows):
         named = f"{key}={reader.token_ids[key]}"
-        return f"transformers does not load {reader.folder}, whose config.json has {named} for {rows} rows"
+        return f"transformers does not load {reader.folder}: its config.json has {named} for {rows} rows"
     return None
 
 

@@ -64,9 +64,9 @@ class PassthroughPart:
         imported_text = unwrap_config(self.config)
         if text["model_type"] != imported_text["model_type"]:
             raise ConfigError(
-                f"the model was imported as {imported_text['model_type']} with parts beside it, and is a "
-                f"{text['model_type']} now, which has none of them.\n"
-                "Import it with --text-only, which leaves them out."
+                f"the model was imported as {imported_text['model_type']} with other parts, but is a "
+                f"{text['model_type']} now, which does not support them.\n"
+                "Import it with --text-only to leave them out."
             )
         # Keys for layers that only the carried tensors have: the decoder's own config.json omits them.
         family = FAMILIES[text["model_type"]]
@@ -90,8 +90,8 @@ class PassthroughPart:
         """Log the carried tensors."""
         if self.names:
             log.warning(
-                "%s: %d tensors (%.2f GiB) are no part of the decoder: not trained, and written to exports as they "
-                "came: %s",
+                "%s: %d tensors (%.2f GiB) do not belong to the decoder: they are not trained, and exported "
+                "unchanged: %s",
                 folder, len(self.names), self.num_bytes / 2**30, format_names(self.names, limit=3),
             )  # fmt: skip
 

@@ -20,8 +20,8 @@ def raise_mismatches(
     location: str, *, missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str] = ()
 ) -> None:
     """Raise CheckpointError listing the mismatches; return if all three are empty."""
-    found = {"missing": list(missing), "unexpected": list(unexpected), "of the wrong shape": list(mismatched)}
+    found = {"missing": list(missing), "unexpected": list(unexpected), "with the wrong shape": list(mismatched)}
     lines = [f"  {kind} ({len(names)}): {format_names(names)}" for kind, names in found.items() if names]
     if lines:
-        lines.insert(0, f"the tensors of {location} are not those of its config:")
+        lines.insert(0, f"the tensors of {location} do not match its config:")
         raise CheckpointError("\n".join(lines))

@@ -59,7 +59,7 @@ def log_tokenizer_warnings(tokenizer: Tokenizer | Path, rows: int) -> None:
         try:
             tokenizer = load_tokenizer(tokenizer)
         except DataError as error:
-            log.warning("The tokenizer's files come along unread. %s", error)
+            log.warning("The tokenizer's files are copied without being read. %s", error)
             return
     for warning in frame_warnings(tokenizer):
         log.warning("%s: %s", tokenizer.path, warning)
@@ -153,7 +153,7 @@ def check_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, texts
             )
         decoded = fast.decode(actual_ids, skip_special_tokens=True)
         if is_reversible and decoded != text:
-            raise DataError(f"the exported tokenizer does not give {text!r} back, but {decoded!r}.")
+            raise DataError(f"the exported tokenizer decodes {text!r} as {decoded!r}.")
 
 
 def _texts_to_check(tokenizer: Tokenizer, fast: Any, texts: Iterable[str]) -> tuple[Iterable[str], bool]:

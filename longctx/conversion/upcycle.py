@@ -52,18 +52,18 @@ class Upcycling:
 
     def __post_init__(self) -> None:
         if self.granularity < 1:
-            raise ConfigError(f"granularity={self.granularity} must be at least 1, which copies the FFN whole.")
-        for count, unit, least in ((self.num_experts, "experts", 1), (self.experts_per_token, "experts a token", 0)):
+            raise ConfigError(f"granularity={self.granularity} must be at least 1, which copies the full FFN.")
+        for count, unit, least in ((self.num_experts, "experts", 1), (self.experts_per_token, "experts per token", 0)):
             if count < least or count % self.granularity:
                 below = count // self.granularity * self.granularity
                 raise ConfigError(
-                    f"{count} {unit} are no whole copies of {self.granularity} shards each, and parts of the dense FFN "
-                    f"would be lost. Try {' or '.join(str(n) for n in (below, below + self.granularity) if n > 0)}."
+                    f"{count} {unit} are not a multiple of {self.granularity}, the shards per FFN copy: parts of the "
+                    f"FFN would be lost. Try {' or '.join(str(n) for n in (below, below + self.granularity) if n > 0)}."
                 )
         if self.experts_per_token == 1 and self.num_experts > 1:
             raise ConfigError(
-                "1 expert a token: for the output to stay the dense FFN's, its gate is 1 whatever the router says, and "
-                "the router would learn nothing from the loss. Try 2."
+                "1 expert per token: to keep the dense FFN's output, its gate must always be 1, so the loss "
+                "would not train the router. Try 2."
             )
 
     @classmethod
@@ -82,10 +82,12 @@ def upcycle_config(dense: ModelConfig, upcycling: Upcycling) -> ModelConfig:
     """Return the upcycled model's config; raise ConfigError if the dense one cannot be upcycled this way."""
     g = upcycling.granularity
     if dense.num_experts:
-        raise ConfigError(f"the model has model.num_experts={dense.num_experts} already; only dense ones are upcycled.")
+        raise ConfigError(
+            f"the model has model.num_experts={dense.num_experts} already; only dense models are upcycled."
+        )
     if dense.activation not in GATED:
         raise ConfigError(
-            f"model.activation={dense.activation!r} is not gated, and experts are; only models with one of {GATED} "
+            f"model.activation={dense.activation!r} is not gated, but experts are; only models with one of {GATED} "
             "are upcycled."
         )
     if dense.ffn_size % g:
@@ -152,7 +154,7 @@ def upcycle_tensors(
             gate, up = other, tensor
         yield f"{layer}experts.gate_up_proj{suffix}", _gate_up(gate, up, config, upcycling.granularity)
     if pending:
-        raise CheckpointError(f"the dense model lacks the other half of gate and up projection: {sorted(pending)}.")
+        raise CheckpointError(f"the dense model lacks the matching gate or up projection: {sorted(pending)}.")
 
 
 def upcycle_checkpoint(

@@ -86,7 +86,7 @@ class Fingerprints:
         mismatches += [f"{name} (missing)" for name in remaining]
         if mismatches:
             raise CheckpointError(
-                f"{location} does not hold what was converted; {len(mismatches)} tensors differ: "
+                f"{location} does not match the converted model; {len(mismatches)} tensors differ: "
                 f"{format_names(mismatches, limit=6)}."
             )
         return TensorCheck(num_tensors=len(self._recorded), num_bytes=self._num_bytes)
@@ -141,7 +141,7 @@ def logits_skip_reason(config: ModelConfig, num_parameters: int, dtype: torch.dt
     need = bytes_needed(config, num_parameters, dtype)
     free = available_bytes()
     if need > free:
-        return f"a model of {num_parameters:,} parameters needs {need / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
+        return f"a model of {num_parameters:,} parameters needs {need / 2**30:.1f} GiB, but {free / 2**30:.1f} are free"
     return None
 
 
@@ -252,7 +252,7 @@ def _our_logits(
     for name, tensor in parameters:
         own.pop(name).copy_(tensor)
     if own:
-        raise CheckpointError(f"nothing was given for {format_names(own)}.")
+        raise CheckpointError(f"parameters are missing: {format_names(own)}.")
     positions_BT, source = torch.arange(len(tokens_T))[None], None
     if source_S is not None:
         documents = PackedDocuments((0, len(source_S)))

@@ -67,9 +67,9 @@ class Setting:
     def __post_init__(self) -> None:
         invalid = [depth for depth in self.depths if not 0 <= depth <= 1]
         if invalid or not self.depths:
-            raise ConfigError(f"depths={list(self.depths)}: depths are fractions from 0 to 1, at least one.")
+            raise ConfigError(f"depths={list(self.depths)}: give at least one fraction from 0 to 1.")
         if self.answer_tokens is not None and self.answer_tokens < 1:
-            raise ConfigError(f"answer_tokens={self.answer_tokens} leaves nothing for an answer. Take 1 or more.")
+            raise ConfigError(f"answer_tokens={self.answer_tokens} must be at least 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +143,8 @@ def required_haystack(task: EvaluationTask, setting: Setting) -> Haystack:
     """Return the haystack for a task that needs one; raise ConfigError if it is missing."""
     if setting.haystack is None:
         raise ConfigError(
-            f"task {task.name} hides its needles in a text, and no haystack was given. "
-            "Name a folder of text or shards, or take a task that needs none: passkey, kv_retrieval, phonebook."
+            f"task {task.name} needs a haystack to hide its needles in, and the haystack is missing. "
+            "Give a text or shard folder, or choose a task without a haystack: passkey, kv_retrieval, phonebook."
         )
     return setting.haystack
 
@@ -154,8 +154,8 @@ def too_short(task: str, length: int, *, prompt: int, answer: int) -> LengthErro
     # Another length has other names and numbers: a quarter more covers the longest of those.
     least = (prompt + answer) * 5 // 4
     return LengthError(
-        f"length={length}: the shortest prompt of task {task} has {prompt} tokens, and {answer} are left for the "
-        f"answer. Ask for length={least} or more."
+        f"length={length}: task {task} needs at least {prompt} tokens for its prompt and reserves {answer} for the "
+        f"answer. Try length={least} or more."
     )
 
 
@@ -165,6 +165,6 @@ def check_target(sample: EvaluationSample, tokenizer: Tokenizer) -> None:
     needed = len(tokenizer.encode(sample.target))
     if needed > sample.answer_tokens:
         raise DataError(
-            f"task {sample.task} leaves {sample.answer_tokens} tokens for its answer, which takes {needed} with "
-            f"tokenizer {tokenizer.path}: no model could score 1. Try answer_tokens={needed + needed // 4}."
+            f"task {sample.task} reserves {sample.answer_tokens} tokens for its answer, which needs {needed} with "
+            f"tokenizer {tokenizer.path}, so no model could score 1. Try answer_tokens={needed + needed // 4}."
         )

@@ -45,7 +45,7 @@ class Haystack:
             if read >= MOST_CHARACTERS:
                 break
         if not self.sentences:
-            raise DataError(f"haystack {source} holds no text. Name a folder with documents, or another one.")
+            raise DataError(f"haystack {source} contains no text. Give a folder with documents.")
         # Count once: each probe for each sample cuts a window.
         self._num_words = [sentence.count(" ") + 1 for sentence in self.sentences]
         self.num_words = sum(self._num_words)
@@ -73,9 +73,9 @@ class Haystack:
     def too_short(self, task: str, length: int, *, filled: int) -> DataError:
         """Return the error for a haystack that fills only ``filled`` tokens of a length with prompt and answer."""
         return DataError(
-            f"length={length}: all {self.num_words:,} words of haystack {self.source} make {filled:,} tokens with "
-            f"the question and the answer of task {task}, and text is not repeated. "
-            f"Give a longer haystack, or ask for length={filled * 98 // 100} or less."
+            f"length={length}: haystack {self.source} has {self.num_words:,} words, which with task {task}'s question "
+            f"and answer fill {filled:,} tokens, and text is not repeated. "
+            f"Give a longer haystack, or try length={filled * 98 // 100} or less."
         )
 
 

@@ -81,7 +81,7 @@ class IndependentTask(EvaluationTask):
                 check_target(sample, setting.tokenizer)
                 return sample
         raise DataError(
-            f"task {self.name} at length={length}: in {ATTEMPTS} draws the answer stood in the haystack by chance too. "
+            f"task {self.name} at length={length}: all {ATTEMPTS} draws had an answer that the haystack also contains. "
             "Give another haystack."
         )
 
@@ -128,7 +128,7 @@ class IndependentTask(EvaluationTask):
             most = haystack.num_words
             if most < self.minimum:
                 raise DataError(
-                    f"task {self.name} takes at least {self.minimum} words of text, and haystack {haystack.source} "
+                    f"task {self.name} needs at least {self.minimum} words, and haystack {haystack.source} "
                     f"has {most}. Give a longer haystack."
                 )
         needed = tokens_of(self.minimum)

@@ -81,7 +81,7 @@ def distinct(random: Random, draw: Callable[[Random], str], count: int) -> list[
         values[draw(random)] = None
     if len(values) < count:
         raise DataError(
-            f"{count:,} different values are wanted, and there are only {len(values):,}. Ask for a shorter length, or "
+            f"{count:,} distinct values are needed, and only {len(values):,} were found. Choose a shorter length or "
             "another task."
         )
     return list(values)

@@ -52,7 +52,7 @@ class Practice:
         for name, least in (("words", 0), ("pairs", 0), ("mentions", 1), ("questions", 0)):
             low, high = getattr(self, name)
             if not least <= low <= high:
-                raise ConfigError(f"{name}={low} {high}: give the fewest, at least {least}, and then the most.")
+                raise ConfigError(f"{name}={low} {high}: expected a minimum (at least {least}) and a maximum.")
         if self.kind not in KINDS:
             raise ConfigError(f"kind={self.kind!r} is unknown. Try one of {list(KINDS)}.")
         # There are a few thousand keys, and those in a document are distinct.
@@ -60,7 +60,7 @@ class Practice:
             raise ConfigError(f"pairs={self.pairs[0]} {self.pairs[1]}: a document takes at most {MOST_PAIRS} pairs.")
         # An empty document would be one token.
         if not self.words[0] and not self.pairs[0]:
-            raise ConfigError("words and pairs may both be 0, and a document would be empty. Raise one of them.")
+            raise ConfigError("words and pairs may both be 0, which makes an empty document. Raise either minimum.")
 
     def document(self, index: int) -> str:
         """Return document number ``index``, independent of the other documents."""
@@ -74,7 +74,9 @@ class Practice:
         """Return the document as messages: the text with the first question, the answer, then the other questions."""
         context, queried_pairs = self._sample_document(index)
         if not queried_pairs:
-            raise ConfigError("pairs and questions may be 0: a conversation asks something. Raise both to 1 or more.")
+            raise ConfigError(
+                "a conversation needs a question, and pairs or questions may be 0. Raise both minimums to 1."
+            )
         messages: list[dict[str, str]] = []
         for key, code in queried_pairs:
             question = f"What is the secret code of {key}?"

@@ -126,8 +126,8 @@ def area_over_lengths(cells: Sequence[Cell]) -> Estimate:
     lengths = [cell.length for cell in cells]
     if not cells or len({cell.task for cell in cells}) != 1 or lengths != sorted(set(lengths)):
         raise DataError(
-            f"lengths {lengths} of {len({cell.task for cell in cells})} tasks have no area. "
-            "Give the cells of one task, each length once, in ascending order, as by_length does."
+            f"lengths {lengths} from {len({cell.task for cell in cells})} tasks have no area. "
+            "Give one task's cells, each length once, in ascending order, as by_length does."
         )
     # A range of zero width has no area.
     if len(cells) == 1:
@@ -150,6 +150,6 @@ def overall(rows: Iterable[ScoreRow]) -> Estimate:
     """Return one number for a model: the mean over its tasks' areas, with equal weights."""
     of_tasks = areas_by_task(rows)
     if not of_tasks:
-        raise DataError("No sample was scored, so there is no number for the model.")
+        raise DataError("No sample was scored, so the model has no overall score.")
     # By task, not by sample: a task with more samples says no more about the model.
     return weighted_sum([(1 / len(of_tasks), area) for area in of_tasks.values()])

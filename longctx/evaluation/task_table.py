@@ -31,7 +31,7 @@ def _needles(name: str, description: str, answer_tokens: int, needles: NeedleTas
     return IndependentTask(
         name=name,
         description=description,
-        prompt_budget="words of the haystack",
+        prompt_budget="haystack words",
         answer_tokens=answer_tokens,
         build=needles.build,
         rule=rule,
@@ -69,12 +69,12 @@ _RECALL = PairList(
 
 _OWN: tuple[EvaluationTask, ...] = (
     _needles("niah", "one number in a text, by depth", 16, NeedleTask()),
-    _needles("niah_word", "one pair of words in a text, by depth", 24, NeedleTask(kind="word")),
+    _needles("niah_word", "one word pair in a text, by depth", 24, NeedleTask(kind="word")),
     _needles("niah_uuid", "one UUID in a text, by depth", 48, NeedleTask(kind="uuid")),
-    _needles("niah_multikey", "one of four numbers in a text, by depth", 16, NeedleTask(num_keys=4)),
-    _needles("niah_multivalue", "all four numbers of one key in a text", 64, NeedleTask(num_values=4)),
+    _needles("niah_multikey", "one number among four in a text, by depth", 16, NeedleTask(num_keys=4)),
+    _needles("niah_multivalue", "all four numbers for one key in a text", 64, NeedleTask(num_values=4)),
     _needles(
-        "niah_multiquery", "the numbers of three keys in a text, of four", 64, NeedleTask(num_keys=4, num_queries=3)
+        "niah_multiquery", "the numbers for three keys among four in a text", 64, NeedleTask(num_keys=4, num_queries=3)
     ),
     IndependentTask(
         name="passkey",
@@ -86,15 +86,15 @@ _OWN: tuple[EvaluationTask, ...] = (
     ),
     IndependentTask(
         name="kv_retrieval",
-        description="the value of one UUID among many pairs, by depth",
-        prompt_budget="pairs of UUIDs",
+        description="one UUID's value among many pairs, by depth",
+        prompt_budget="UUID pairs",
         answer_tokens=48,
         build=_JSON_PAIRS.build,
         cue="The value of the key",
     ),
     IndependentTask(
         name="phonebook",
-        description="the number of one name in a phonebook, by depth",
+        description="one name's number in a phonebook, by depth",
         prompt_budget="names and numbers",
         answer_tokens=24,
         build=_PHONEBOOK.build,
@@ -122,8 +122,8 @@ _OWN: tuple[EvaluationTask, ...] = (
     ),
     IndependentTask(
         name="numbered_requests",
-        description="the n-th of four texts that were written for one request, word for word (MRCR's form, our texts)",
-        prompt_budget="turns of a conversation",
+        description="the n-th text among four written for one request, word for word (MRCR's form, our texts)",
+        prompt_budget="conversation turns",
         answer_tokens=256,
         build=numbered_requests.build_requests,
         rule=repeated_after_code,
@@ -133,7 +133,7 @@ _OWN: tuple[EvaluationTask, ...] = (
     ),
     IndependentTask(
         name="copy",
-        description="eight nonsense words after four of a sequence, by depth",
+        description="eight nonsense words that follow four in a sequence, by depth",
         prompt_budget="nonsense words",
         answer_tokens=96,
         build=copying.build_copy,
@@ -143,7 +143,7 @@ _OWN: tuple[EvaluationTask, ...] = (
     IndependentTask(
         name="associative_recall",
         description="the word that followed another one in a list of pairs, by depth",
-        prompt_budget="pairs of nonsense words",
+        prompt_budget="nonsense word pairs",
         answer_tokens=16,
         build=_RECALL.build,
         cue="",
@@ -184,7 +184,7 @@ def find_tasks(names: Sequence[str]) -> list[EvaluationTask]:
             # A task that is named twice, or by two groups, runs once.
             found[task] = TASKS[task]
     if not found:
-        raise ConfigError(f"No task is named. There are: {', '.join(TASKS | GROUPS)}.")
+        raise ConfigError(f"No task was given. Tasks and groups: {', '.join(TASKS | GROUPS)}.")
     return list(found.values())
 
 

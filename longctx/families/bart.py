@@ -65,14 +65,14 @@ def _one_table() -> ConfigRule:
     def read(hf: HfConfig) -> dict[str, Any]:
         if hf.get(key, True) is not True:
             raise ConfigError(
-                f"{key}={shown(hf[key])} is not supported: encoder, decoder and output head read one table here. "
-                "Models that share it are supported (true)."
+                f"{key}={shown(hf[key])} is not supported: encoder, decoder and output head share one table here. "
+                "Models with true are supported."
             )
         rows = integer(hf, "vocab_size")
         if hf.get(size) not in (None, rows):
             raise ConfigError(
-                f"{size}={shown(hf[size])} and vocab_size={rows} in config.json differ, and encoder and decoder read "
-                "one table here. Models whose two are equal are supported."
+                f"{size}={shown(hf[size])} and vocab_size={rows} in config.json must be equal: encoder and "
+                "decoder share one table here."
             )
         return {}
 
@@ -102,7 +102,7 @@ _COMMON = (
     divided_head_dim("d_model", "encoder_attention_heads"),
     all_heads("d_model", "encoder_attention_heads"),
     unsupported_dropout("attention_dropout", 0.0),
-    unsupported_dropout("activation_dropout", 0.0, target="inner values of FFNs"),
+    unsupported_dropout("activation_dropout", 0.0, target="FFN activations"),
     unsupported_dropout("encoder_layerdrop", 0.0, target="layers"),
     unsupported_dropout("decoder_layerdrop", 0.0, target="layers"),
     only("tie_word_embeddings", True),

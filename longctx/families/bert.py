@@ -56,7 +56,7 @@ def _offset_positions() -> ConfigRule:
         offset, rows = integer(hf, "pad_token_id", 1) + 1, integer(hf, "max_position_embeddings", 512)
         if rows <= offset:
             raise ConfigError(
-                f"max_position_embeddings={rows} in config.json leaves no row behind the {offset} of "
+                f"max_position_embeddings={rows} in config.json leaves no row after the first {offset}, up to "
                 f"pad_token_id={offset - 1}."
             )
         return {"position_offset": offset, "max_positions": rows - offset}

@@ -50,7 +50,7 @@ def config_from_hf(config: dict[str, Any], *, mtp: bool = False) -> dict[str, An
         if len(unknown) > _NAMED_KEYS:
             key_list += f" and {len(unknown) - _NAMED_KEYS} more"
         raise ConfigError(
-            f"keys of config.json that mean nothing to a {family.model_type} model here: {key_list}.\n"
+            f"config.json keys that longctx does not read for a {family.model_type} model: {key_list}.\n"
             f"{how_to_delete(unknown)}"
         )
     if not mtp:
@@ -106,8 +106,8 @@ def family_of(config: ModelFields, *, model_type: str | None = None, own_tokeniz
     nearest = min(reasons, key=lambda name: _distance(reasons[name]))
     field_lines = "\n".join(f"  {name}: {value}" for name, value in reasons[nearest].items())
     raise ConfigError(
-        f"no supported Hugging Face family can be this model; supported: {sorted(FAMILIES)}.\n"
-        f"The nearest is {nearest}, whose config.json cannot say\n{field_lines}"
+        f"no supported Hugging Face family can express this model; supported: {sorted(FAMILIES)}.\n"
+        f"The nearest is {nearest}, whose config.json cannot express\n{field_lines}"
     )
 
 
@@ -213,4 +213,4 @@ def _get_family(model_type: Any) -> Family:
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     supported = sorted({*FAMILIES, *WRAPPERS, *ALIASES})
-    raise ConfigError(f"model_type={shown(model_type)} is not supported; these are: {supported}.")
+    raise ConfigError(f"model_type={shown(model_type)} is not supported; supported: {supported}.")

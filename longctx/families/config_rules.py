@@ -169,8 +169,8 @@ def width_of_heads(family: str) -> ConfigRule:
         if config.hidden_size % config.num_heads:
             width = math.ceil(config.hidden_size / config.num_heads) * config.num_heads
             raise ConfigError(
-                f"model.hidden_size={config.hidden_size} is no multiple of model.num_heads={config.num_heads}, which "
-                f"transformers wants of a {family} model. Try model.hidden_size={width}."
+                f"model.hidden_size={config.hidden_size} must be a multiple of model.num_heads={config.num_heads} in "
+                f"transformers' {family} models. Try model.hidden_size={width}."
             )
         return {}
 
@@ -183,7 +183,7 @@ def all_heads(width: str = "hidden_size", heads: str = "num_attention_heads") ->
     def read(hf: HfConfig) -> dict[str, Any]:
         size, count = integer(hf, width), integer(hf, heads)
         if size != width_over_heads(hf, width, heads) * count:
-            raise ConfigError(f"{width}={size} in config.json is no multiple of {heads}={count}.")
+            raise ConfigError(f"{width}={size} in config.json is not a multiple of {heads}={count}.")
         return {"num_kv_heads": count}
 
     return ConfigRule(read=read)
@@ -198,7 +198,7 @@ def unsupported_dropout(key: str, default: float = 0.1, *, target: str = "attent
     def read(hf: HfConfig) -> dict[str, Any]:
         rate = typed(key, hf.get(key, default), "float")
         if rate:
-            log.warning("%s=%s of config.json is left out: this decoder drops no %s in training", key, rate, target)
+            log.warning("%s=%s of config.json is ignored: this decoder never drops %s in training", key, rate, target)
         return {}
 
     return ConfigRule(keys=(key,), read=read, write=lambda _: {key: 0.0})
@@ -211,8 +211,8 @@ def encoder_decoder_shared(encoder: str, decoder: str, name: str) -> ConfigRule:
         first, second = integer(hf, encoder), integer(hf, decoder)
         if first != second:
             raise ConfigError(
-                f"{encoder}={first} and {decoder}={second} in config.json differ, and encoder and decoder have one "
-                f"model.{name} here: only their numbers of layers may differ. Models whose two are equal are supported."
+                f"{encoder}={first} and {decoder}={second} in config.json must be equal: encoder and decoder share "
+                f"model.{name} here. Only their layer counts may differ."
             )
         return {name: first}
 
@@ -234,7 +234,7 @@ def integer(hf: HfConfig, key: str, default: Any = REQUIRED) -> int:
     """Return a key's value; raise ConfigError unless it is an integer within bounds."""
     value = typed(key, first_of(hf, (key,), default), "int")
     if abs(value) > MAX_INTEGER:
-        raise ConfigError(f"{key}={shown(value)} in config.json is no size of a model: at most {MAX_INTEGER:,}.")
+        raise ConfigError(f"{key}={shown(value)} in config.json is out of range: at most {MAX_INTEGER:,}.")
     return value
 
 
@@ -242,7 +242,7 @@ def layer_count(hf: HfConfig) -> int:
     """Return the layer count, checked before lists with an entry per layer are built."""
     count = integer(hf, "num_hidden_layers")
     if not 1 <= count <= MAX_LAYERS:
-        raise ConfigError(f"num_hidden_layers={count} in config.json must lie between 1 and {MAX_LAYERS:,}.")
+        raise ConfigError(f"num_hidden_layers={count} in config.json must be between 1 and {MAX_LAYERS:,}.")
     return count
 
 

@@ -82,8 +82,7 @@ def _global_heads() -> ConfigRule:
             heads = _common_entry(hf[table] or {}, [layer for layer, kind in enumerate(_kinds_of(hf)) if kind == FULL])
             if "num_key_value_heads" in heads and not shared:
                 raise ConfigError(
-                    f"{table}={shown(hf[table])} in config.json has key heads of its own, which is supported with "
-                    f"{shares}=true alone."
+                    f"{table}={shown(hf[table])} in config.json has its own key heads, which requires {shares}=true."
                 )
         found = [integer(heads, key, 0) for key in _HEADS]
         return dict(zip(("global_head_dim", "global_kv_heads"), found, strict=True)) | {"global_shared_values": shared}
@@ -143,7 +142,9 @@ def _rotary() -> ConfigRule:
             numbers = {k: typed(f"{key}.{name}.{k}", v, "float") for k, v in table.items() if k != "rope_type"}
             found[name] = {"rope_type": table["rope_type"], **numbers}
             if table["rope_type"] == "default" and set(table) > {"rope_type", "rope_theta"}:
-                raise ConfigError(f"{key}.{name}={shown(table)} in config.json has more than a default rope reads.")
+                raise ConfigError(
+                    f"{key}.{name}={shown(table)} in config.json has keys that a default rope does not read."
+                )
         of_global, of_window = found[FULL], found[WINDOW]
         rope = Rope(theta=of_global["rope_theta"])
         partial, factor = of_global.get("partial_rotary_factor", 1.0), of_global.get("factor", 1.0)

@@ -36,7 +36,7 @@ def _layers() -> ConfigRule:
         kinds = [_MAKERS.get(kind, kind) if isinstance(kind, str) else kind for kind in given or ()]
         if len(kinds) != count or any(kind not in (FULL, LINEAR) for kind in kinds):
             raise ConfigError(
-                f"layer_types={shown(given)} is not supported by this decoder; supported: a list of {count}, one a "
+                f"layer_types={shown(given)} is not supported by this decoder; supported: a list of {count}, one per "
                 f"layer, each {FULL} or {LINEAR}."
             )
         found: dict[str, Any] = {"layers": tuple({FULL: "full", LINEAR: "mamba2"}[kind] for kind in shortest(kinds))}

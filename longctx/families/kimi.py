@@ -55,7 +55,7 @@ def _delta_layers() -> ConfigRule:
         kinds = hf.get("layer_types") or _by_table(table, count)
         if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, LINEAR) for kind in kinds):
             raise ConfigError(
-                f"layer_types={shown(kinds)} is not supported by this decoder; supported: a list of {count}, one a "
+                f"layer_types={shown(kinds)} is not supported by this decoder; supported: a list of {count}, one per "
                 f"layer, each {FULL} or {LINEAR}."
             )
         found: dict[str, Any] = {"layers": tuple({FULL: "full", LINEAR: "kda"}[kind] for kind in shortest(kinds))}

@@ -57,7 +57,7 @@ def one_switched_window(*, named: bool = False) -> ConfigRule:
         if is_on and named and hf.get("layer_types") is None:
             raise ConfigError(
                 f"use_sliding_window={is_on} without layer_types is not supported: versions of transformers differ in "
-                f"which layers have windows. Add layer_types ({WINDOW} in all), or say false."
+                f"which layers have windows. Add layer_types ({WINDOW} in all), or set it to false."
             )
         window = None
         if is_on:
@@ -173,7 +173,7 @@ def rotary_layers() -> ConfigRule:
             given = [int((n + 1) % interval != 0) for n in range(count)]
         if not isinstance(given, list) or len(given) != count or any(value not in (0, 1) for value in given):
             raise ConfigError(
-                f"{key}={shown(given)} in config.json must be a list of {count}, one a layer, each 0 or 1."
+                f"{key}={shown(given)} in config.json must be a list of {count}, one per layer, each 0 or 1."
             )
         if not any(given):
             raise ConfigError(f"{key} in config.json leaves no layer with positions, which is not supported here.")
@@ -209,7 +209,7 @@ def delta_layers(kind: str) -> ConfigRule:
             kinds = [LINEAR if (n + 1) % interval else FULL for n in range(count)]
         if not isinstance(kinds, list) or len(kinds) != count or any(name not in (FULL, LINEAR) for name in kinds):
             raise ConfigError(
-                f"layer_types={shown(kinds)} is not supported by this decoder; supported: a list of {count}, one a "
+                f"layer_types={shown(kinds)} is not supported by this decoder; supported: a list of {count}, one per "
                 f"layer, each {FULL} or {LINEAR}."
             )
         found: dict[str, Any] = {"layers": tuple({FULL: "full", LINEAR: kind}[name] for name in shortest(kinds))}
@@ -287,7 +287,7 @@ def _layers(hf: HfConfig, kinds: list[str], window: Any) -> dict[str, Any]:
         return {"layers": ("full",), "window": 0}
     if window is None or typed("sliding_window", window, "int") < 1:
         raise ConfigError(
-            f"sliding_window={shown(window)} (use_sliding_window={shown(hf.get('use_sliding_window'))}) goes with no "
+            f"sliding_window={shown(window)} (use_sliding_window={shown(hf.get('use_sliding_window'))}) does not match "
             f"{WINDOW} in layer_types={shown(kinds)}; it must be at least 1."
         )
     # The shortest pattern: a model with 32 window layers names "window" once, also in our files and messages.
@@ -312,8 +312,8 @@ def _validate_kinds(kinds: Any, hf: HfConfig) -> list[str]:
     count = layer_count(hf)
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, WINDOW) for kind in kinds):
         raise ConfigError(
-            f"layer_types={shown(kinds)} is not supported by this decoder; supported: a list of {count}, one a layer, "
-            f"each {FULL} or {WINDOW}."
+            f"layer_types={shown(kinds)} is not supported by this decoder; supported: a list of {count}, one per "
+            f"layer, each {FULL} or {WINDOW}."
         )
     return kinds
 

@@ -71,13 +71,13 @@ def leftover_keys(config: Mapping[str, Any], known: frozenset[str]) -> dict[str,
 
 def how_to_delete(keys: Sequence[str]) -> str:
     """Return a hint about unknown keys in config.json or its tables, with a command to run in the folder."""
-    hint = "If they change the model, it is not supported. If they do not, delete them from config.json"
+    hint = "If they change the model, it is not supported. Otherwise delete them from config.json"
     # The keys are untrusted: the command must not contain characters that a shell or Python interprets, nor fill a
     # screen.
     if len(keys) > _MOST_DELETED or not all(_PLAIN.fullmatch(key) for key in keys):
         return f"{hint}."
     return (
-        f"{hint}, here from wherever they stand in it:\n"
+        f"{hint}, including its nested tables:\n"
         "  python -c 'import json; drop = lambda v: {k: drop(v[k]) for k in v if k not in "
         f'"{" ".join(keys)}".split()}} if isinstance(v, dict) else v; c = drop(json.load(open("config.json"))); '
         'json.dump(c, open("config.json", "w"), indent=2)\''

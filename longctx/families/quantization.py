@@ -31,8 +31,8 @@ class Quantization:
         if self.kind == "mxfp4":
             return "MXFP4"
         if self.block:
-            return f"FP8, a scale for each {self.block[0]} x {self.block[1]} block"
-        return "FP8, a scale for each tensor or row"
+            return f"FP8, one scale per {self.block[0]} x {self.block[1]} block"
+        return "FP8, one scale per tensor or row"
 
 
 def quantization_of(hf: Mapping[str, Any]) -> Quantization | None:
@@ -43,7 +43,7 @@ def quantization_of(hf: Mapping[str, Any]) -> Quantization | None:
         return None
     values = found[0]
     if not isinstance(values, Mapping):
-        raise ConfigError(f"quantization_config={shown(values)} in config.json is no object.")
+        raise ConfigError(f"quantization_config={shown(values)} in config.json is not an object.")
     method = values.get("quant_method")
     if method == "mxfp4":
         return Quantization("mxfp4")
@@ -52,8 +52,8 @@ def quantization_of(hf: Mapping[str, Any]) -> Quantization | None:
     if method == "compressed-tensors":
         return _compressed(values)
     raise ConfigError(
-        f"weights are quantised by quant_method={shown(method)} (quantization_config in config.json), which is not "
-        "read; fp8, compressed-tensors of float8 and mxfp4 are.\nTake the folder of the unquantised weights."
+        f"quant_method={shown(method)} (quantization_config in config.json) is not supported; supported: fp8, float8 "
+        "compressed-tensors and mxfp4.\nUse the folder with the unquantised weights."
     )
 
 
@@ -61,7 +61,9 @@ def _block(value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
-        raise ConfigError(f"weight_block_size={shown(value)} in config.json must be two numbers of rows and columns.")
+        raise ConfigError(
+            f"weight_block_size={shown(value)} in config.json must be two block sizes, for rows and columns."
+        )
     return value[0], value[1]
 
 
@@ -69,7 +71,7 @@ def _compressed(values: Mapping[str, Any]) -> Quantization:
     """Return the scheme that all layer groups share."""
     groups = values.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise ConfigError(f"config_groups={shown(groups)} of compressed-tensors in config.json names no group.")
+        raise ConfigError(f"config_groups={shown(groups)} of compressed-tensors in config.json contains no group.")
     schemes = set()
     for group in groups.values():
         weights = {}
@@ -79,8 +81,8 @@ def _compressed(values: Mapping[str, Any]) -> Quantization:
         is_float8 = weights.get("type") == "float" and weights.get("num_bits") == 8
         if not is_float8 or weights.get("strategy") not in ("tensor", "channel", "block"):
             raise ConfigError(
-                f"compressed-tensors with weights {shown(weights)} are not read: only float of 8 bits by tensor, "
-                "channel or block is.\nTake the folder of the unquantised weights."
+                f"compressed-tensors with weights {shown(weights)} are not supported; supported: 8-bit float per "
+                "tensor, channel or block.\nUse the folder with the unquantised weights."
             )
         # Scales per tensor and per row differ in shape, so they need no flag.
         block = None
@@ -88,5 +90,7 @@ def _compressed(values: Mapping[str, Any]) -> Quantization:
             block = _block(weights.get("block_structure"))
         schemes.add(block)
     if len(schemes) > 1:
-        raise ConfigError(f"compressed-tensors with groups of different blocks are not read: {shown(dict(groups))}.")
+        raise ConfigError(
+            f"compressed-tensors with different blocks per group are not supported: {shown(dict(groups))}."
+        )
     return Quantization("fp8", "_scale", schemes.pop())

@@ -79,7 +79,7 @@ def rotary(
         given = {where: _with_original(hf, _table(where, hf[where])) for where in _TABLE_KEYS if hf.get(where)}
         given = {where: {k: v for k, v in table.items() if k not in ignored} for where, table in given.items()}
         if _ORIGINAL in hf and not given:
-            raise ConfigError(f"{_ORIGINAL}={shown(hf[_ORIGINAL])} in config.json goes with no rope_scaling.")
+            raise ConfigError(f"{_ORIGINAL}={shown(hf[_ORIGINAL])} in config.json has no effect without rope_scaling.")
         base = _base({"rope_theta": hf} | given, theta)
         # Read each table separately: they may write one rope in two ways, and still match as ropes.
         found = {
@@ -190,7 +190,7 @@ def _rope(
     kind = _kind(where, table)
     if unknown := sorted(set(table) - _KEYS[kind] - _ALWAYS - IN_ROPE_TABLES - {growth_key}):
         raise ConfigError(
-            f"{where}={shown(dict(table))}: {shown(unknown)} mean nothing to rope_type {shown(kind)} here.\n"
+            f"{where}={shown(dict(table))}: {shown(unknown)} are not keys of rope_type {shown(kind)} here.\n"
             f"{how_to_delete(unknown)}"
         )
     values: dict[str, Any] = {"theta": theta, "kind": kind, "interleaved": interleaved, "partial": partial}
@@ -237,7 +237,7 @@ def _original(where: str, table: Mapping[str, Any], longest: int, kind: str) -> 
         return longest
     # transformers always scales a dynamic rope from max_position_embeddings on, ignoring the table.
     if kind == "dynamic" and original != longest:
-        raise ConfigError(f"{where}: {_ORIGINAL}={shown(original)} must be max_position_embeddings={longest}.")
+        raise ConfigError(f"{where}: {_ORIGINAL}={shown(original)} must equal max_position_embeddings={longest}.")
     return typed(f"{where}: {_ORIGINAL}", original, "int")
 
 
@@ -365,7 +365,9 @@ def _with_original(hf: HfConfig, table: Mapping[str, Any]) -> Mapping[str, Any]:
     if _ORIGINAL not in hf:
         return table
     if table.get(_ORIGINAL, hf[_ORIGINAL]) != hf[_ORIGINAL]:
-        raise ConfigError(f"config.json contradicts itself: {_ORIGINAL} is {hf[_ORIGINAL]}, and {table[_ORIGINAL]}.")
+        raise ConfigError(
+            f"config.json contradicts itself: {_ORIGINAL} is {hf[_ORIGINAL]}, but also {table[_ORIGINAL]}."
+        )
     return {**table, _ORIGINAL: hf[_ORIGINAL]}
 
 

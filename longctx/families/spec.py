@@ -110,7 +110,7 @@ class MtpStorage:
         def read(hf: HfConfig) -> dict[str, Any]:
             count = hf.get(key, 0)
             if type(count) is not int or not 0 <= count <= most:
-                raise ConfigError(f"{key}={shown(count)} in config.json must lie between 0 and {most}.")
+                raise ConfigError(f"{key}={shown(count)} in config.json must be between 0 and {most}.")
             return {"mtp_layers": count}
 
         return ConfigRule(keys=(key,), read=read, write=lambda config: {key: config.mtp_layers})

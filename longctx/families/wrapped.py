@@ -236,8 +236,8 @@ def _check_outer_keys(config: HfConfig, wrapper: Wrapper) -> None:
     if unknown:
         key_list = ", ".join(f"{printable(key)}={shown(config[key])}" for key in unknown[:12])
         raise ConfigError(
-            f"keys of config.json that mean nothing to a {wrapper.model_type} model here: {key_list}.\n"
-            "If they say nothing of the text model, delete them; if they do, it is not supported."
+            f"config.json keys that longctx does not read for a {wrapper.model_type} model: {key_list}.\n"
+            "If they change the text model, it is not supported. Otherwise delete them."
         )
 
 

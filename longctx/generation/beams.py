@@ -37,9 +37,9 @@ class Beams:
 
     def __post_init__(self) -> None:
         if self.num_beams < 2:
-            raise ConfigError(f"num_beams={self.num_beams} must be at least 2. For one, the likeliest, use Greedy().")
+            raise ConfigError(f"num_beams={self.num_beams} must be at least 2. For greedy decoding use Greedy().")
         if not math.isfinite(self.length_penalty):
-            raise ConfigError(f"length_penalty={self.length_penalty} must be a number; 0 leaves lengths out.")
+            raise ConfigError(f"length_penalty={self.length_penalty} must be finite; 0 ignores lengths.")
 
 
 class Beam(NamedTuple):

@@ -60,20 +60,20 @@ class GenerationOptions:
         check_chunk_tokens(self.chunk_tokens)
         if not model.config.causal:
             raise ConfigError(
-                "this model sees both sides of a token (model.causal=false), so it continues nothing. Ask it "
-                "for masked tokens: longctx evaluate --tasks masked."
+                "this model is bidirectional (model.causal=false), so it cannot generate text. Evaluate it "
+                "on masked tokens: longctx evaluate --tasks masked."
             )
         # An encoder needs a source, and a decoder alone cannot read one.
         if (source_ids is None) == (model.config.encoder_layers > 0):
             has = "no" if source_ids is None else "a"
             raise ConfigError(
-                f"there is {has} source, and model.encoder_layers={model.config.encoder_layers}: an encoder reads one, "
-                "and a decoder alone none."
+                f"got {has} source with model.encoder_layers={model.config.encoder_layers}: encoder-decoders require "
+                "one, and decoder-only models cannot read it."
             )
         if source_ids is not None:
             _check_source(model, source_ids)
         if len(prompt_ids) == 0:
-            raise ConfigError("the prompt is empty: a model continues at least one token. Start with the begin id.")
+            raise ConfigError("the prompt is empty: it needs at least one token. Start with the begin id.")
         if self.max_new_tokens < 0:
             raise ConfigError(f"max_new_tokens={self.max_new_tokens} must not be negative.")
         _check_ids(model, prompt_ids, "prompt")
@@ -96,11 +96,11 @@ class GenerationOptions:
 def _check_source(model: Decoder, source_ids: Sequence[int]) -> None:
     """Raise ConfigError for a source that the encoder cannot read."""
     if len(source_ids) == 0:
-        raise ConfigError("the source is empty: an encoder reads at least one token.")
+        raise ConfigError("the source is empty: the encoder needs at least one token.")
     most = model.config.max_positions
     if model.config.position == "learned" and len(source_ids) > most:
         raise ConfigError(
-            f"a source of {len(source_ids)} tokens is longer than the model's table of positions (model.max_positions="
+            f"a source of {len(source_ids)} tokens exceeds the model's position table (model.max_positions="
             f"{most}). Shorten it to {most}."
         )
     _check_ids(model, source_ids, "source")
@@ -117,7 +117,7 @@ class Continuation:
     """Continuation chosen token by token."""
 
     def __init__(self, request: GenerationOptions, prompt_ids: Sequence[int]) -> None:
-        assert not isinstance(request.strategy, Beams), "beams choose several tokens at once"
+        assert not isinstance(request.strategy, Beams), "beam search chooses several tokens per step"
         self.ids: list[int] = []
         """New tokens so far."""
         self._choose = request.strategy.start()

@@ -60,7 +60,7 @@ def generate_batch(
     # Check all prompts now: hours later, a bad prompt would lose the others' continuations.
     of_each = list(sources) if sources is not None else [None] * len(prompts)
     if len(of_each) != len(prompts):
-        raise ConfigError(f"{len(prompts)} prompts and {len(of_each)} sources: each prompt has one.")
+        raise ConfigError(f"{len(prompts)} prompts and {len(of_each)} sources: each prompt needs one.")
     for index, prompt_ids in enumerate(prompts):
         try:
             request.check(model, prompt_ids, of_each[index])

@@ -22,8 +22,8 @@ def find_model(folder: str | Path) -> Path:
     """
     if not Path(folder).exists():
         raise ConfigError(
-            f"checkpoint {folder} does not exist here. Name a checkpoint, a run folder or a Hugging Face folder that "
-            f"this machine sees.{where_to_get(Path(folder))}"
+            f"checkpoint {folder} does not exist. Give a checkpoint, a run folder or a Hugging Face folder that "
+            f"this machine can read.{where_to_get(Path(folder))}"
         )
     if contains_hf_model(folder):
         return Path(folder)
@@ -54,5 +54,5 @@ def load_model(
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise CheckpointError(f"{folder} does not hold the decoder of its own config: {error}") from error
+        raise CheckpointError(f"{folder} does not contain its config's decoder: {error}") from error
     return model.eval()

@@ -28,11 +28,11 @@ class Penalties:
 
     def __post_init__(self) -> None:
         if not 0 < self.repetition < math.inf:
-            raise ConfigError(f"repetition penalty {self.repetition} must be above 0; 1 changes nothing.")
+            raise ConfigError(f"repetition penalty {self.repetition} must be above 0; 1 disables it.")
         for name in ("presence", "frequency"):
             value = getattr(self, name)
             if not math.isfinite(value):
-                raise ConfigError(f"{name} penalty {value} must be a number; 0 changes nothing.")
+                raise ConfigError(f"{name} penalty {value} must be finite; 0 disables it.")
 
     def start(self, prompt_ids: Sequence[int]) -> Callable[[Tensor, Sequence[int]], Tensor]:
         """Return a function that applies the penalties to logits [V], given the new tokens so far (not the prompt)."""

@@ -196,7 +196,7 @@ def token_scores(
     Every process that shares the model's sequences gets all scores. Raise ConfigError for fewer than two tokens.
     """
     if len(ids) < 2:
-        raise ConfigError(f"{len(ids)} tokens have no likelihood: give at least 2, the first is only read.")
+        raise ConfigError(f"{len(ids)} tokens cannot be scored: give at least 2, because the first has no score.")
     check_chunk_tokens(chunk_tokens)
     cache, nll, experts = model.new_cache(), [], []
     # The last token has no target, but is read like the others, so that the chunks cover the full sequence.

@@ -48,9 +48,9 @@ class Sampling:
         if self.top_k < 0:
             raise ConfigError(f"top_k={self.top_k} must not be negative; 0 keeps every token.")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]; 1 keeps every token.")
+            raise ConfigError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token.")
         if not 0 <= self.min_p <= 1:
-            raise ConfigError(f"min_p={self.min_p} must lie in [0, 1]; 0 keeps every token.")
+            raise ConfigError(f"min_p={self.min_p} must be in [0, 1]; 0 keeps every token.")
 
     def start(self) -> Callable[[Tensor], int]:
         """Return a function from the next token's logits [V], fp32, to its id; it owns a generator on the CPU."""

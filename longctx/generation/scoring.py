@@ -96,8 +96,8 @@ def _check(model: Decoder, pair: Pair) -> None:
     """Raise ConfigError for an empty part or an id outside the vocabulary."""
     if not len(pair.context) or not len(pair.continuation):
         raise ConfigError(
-            f"a context of {len(pair.context)} tokens and a continuation of {len(pair.continuation)}: both need one. "
-            "Begin an empty context with the begin id."
+            f"the context has {len(pair.context)} tokens and the continuation {len(pair.continuation)}: each needs "
+            "one. Use the begin id for an empty context."
         )
     vocab_size = model.config.vocab_size
     for ids in pair:

@@ -76,4 +76,4 @@ class TextBeforeStop:
 def check_strings(strings: Sequence[str]) -> None:
     """Raise ConfigError for an empty stop string."""
     if "" in strings:
-        raise ConfigError("a stop string is empty, so every text would end before it begins. Leave it out.")
+        raise ConfigError("a stop string is empty: it would stop every text at once. Leave it out.")

@@ -65,9 +65,11 @@ class LossOptions:
     def __post_init__(self) -> None:
         for name in ("softcap", "z_loss"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0. Try 0, which is none.")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be finite and at least 0. Try 0, which disables it."
+                )
         if not 0 <= self.label_smoothing <= 1:
-            raise ConfigError(f"label_smoothing={self.label_smoothing} must lie between 0 and 1. Try 0.1.")
+            raise ConfigError(f"label_smoothing={self.label_smoothing} must be between 0 and 1. Try 0.1.")
 
 
 PLAIN = LossOptions()
@@ -247,8 +249,7 @@ def gradient_of_rows(
 ) -> Tensor:
     """Return the gradient for ``weight_vM``, the weight's ``rows`` v, as ``sums_and_gradients`` would.
 
-    Recompute their logits, with ``softmax_2N`` from the first pass. ``dweight_vM`` holds the gradient from previous
-    tokens and is accumulated in place.
+    Recompute their logits, with ``softmax_2N`` from the first pass, and accumulate into ``dweight_vM`` in place.
     """
     product_vM: Tensor | None = None
     for chunk, hidden_nM, logits_nv in _chunks(hidden_NM, weight_vM, None, matmul_mode, None):
@@ -262,9 +263,7 @@ def gradient_of_rows(
 def _plus_gradient(
     total_VM: Tensor | None, dlogits_nV: Tensor, hidden_nM: Tensor, product_VM: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Add a chunk's contribution to the weight's gradient; return it with a reusable buffer for the next chunk's
-    matmul.
-    """
+    """Add a chunk's contribution to the weight's gradient; return it with a buffer for the next chunk's matmul."""
     partial = accumulate_dtype(dlogits_nV.dtype)
     if dlogits_nV.dtype == partial:
         return _plus_product(total_VM, dlogits_nV.T, hidden_nM), None
@@ -307,7 +306,6 @@ def _chunks(
 
 
 def _times_weight(dlogits_nV: Tensor, weight_VM: Tensor) -> Tensor:
-    """Return dlogits · weight, [n, M]."""
     dhidden_nM = dlogits_nV.new_zeros(len(dlogits_nV), weight_VM.shape[1])
     for tile, weight_vM in _weight_tiles(weight_VM, dlogits_nV.dtype):
         dhidden_nM.addmm_(dlogits_nV[:, tile], weight_vM)
@@ -326,8 +324,7 @@ def _weight_tiles(weight_VM: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice
 
 def _memory(weight_VM: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """Allocate uninitialized logits [tokens, V]."""
-    # On a CPU, pad rows that fill an integer number of pages: a column would otherwise map to a single cache set, and
-    # matmuls would take a quarter longer.
+    # On a CPU, pad rows that fill whole pages: otherwise a column maps to one cache set, and matmuls take 25 % longer.
     vocab_size, padding = len(weight_VM), 0
     if on_cpu(weight_VM) and vocab_size * dtype.itemsize % 4096 == 0:
         padding = 64
@@ -456,7 +453,6 @@ def _block_losses_(
     if z_loss:
         objective_r1 += z_loss * lse_r1.square()
 
-    # reuse the exponentials' memory for the gradient
     if with_gradient:
         _gradient_of_exponentials_(
             exp_rV, (peak_r1, sum_exp_r1), is_valid_r1, (chosen_r1, is_valid_r1), slope_rV, options, exp_rV.shape[1]
@@ -477,8 +473,7 @@ def _gradient_of_exponentials_(
 ) -> None:
     """Replace exponentials for some of a block's logits by their gradient.
 
-    ``softmax`` holds the largest logits and the exponential sums, ``target`` the target columns and a mask for those in
-    range.
+    ``softmax`` holds the largest logits and the exponential sums, ``target`` the target columns and an in-range mask.
     """
     smoothing, (peak_r1, sum_exp_r1), (chosen_r1, is_local_r1) = options.label_smoothing, softmax, target
     weight_r1 = is_valid_r1.to(exp_rV.dtype) * options.logit_scale

@@ -90,8 +90,8 @@ def linear_attention(
     if initial_states_sBKDW is not None and (exchange is not None or tuple(initial_states_sBKDW.shape) != wanted):
         raise ConfigError(
             f"carried states have shape {tuple(initial_states_sBKDW.shape)}; the {len(segments.received)} "
-            "segments that take one "
-            f"need {wanted} (segments, B, key heads, D, V+1), and no exchange beside it."
+            "segments that receive one "
+            f"need {wanted} (segments, B, key heads, D, V+1), without an exchange."
         )
     return _LinearAttention.apply(q_BtHD, k_BtKD, v_BtKV, initial_states_sBKDW, segments, causal, exchange, chunk)
 
@@ -112,7 +112,7 @@ def _check_segments(segments: StateSegments, rows: int, chunk: int) -> None:
     """Raise ConfigError unless the segments cover these rows and a chunk has at least one row."""
     count = PackedDocuments.of(segments.documents, rows).num_documents
     if any(not 0 <= s < count for s in segments.received + segments.sent):
-        raise ConfigError(f"takes {segments.received} and gives {segments.sent} must be among the {count} segments.")
+        raise ConfigError(f"received {segments.received} and sent {segments.sent} must be among the {count} segments.")
     if chunk < 1:
         raise ConfigError(f"chunk={chunk} must be at least 1 row. Use {CHUNK}.")
 

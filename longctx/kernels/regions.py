@@ -101,11 +101,11 @@ def missing_for_compiling(device_type: str) -> str | None:
             return "Triton is missing (pip install triton)"
         # Triton compiles its kernel launcher
         if not any(shutil.which(name) for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name):
-            return "there is no C compiler (gcc)"
+            return "a C compiler is missing (gcc)"
         return None
     name = os.environ.get("CXX", "g++")
     if shutil.which(name) is None:
-        return f"there is no C++ compiler ({name})"
+        return f"a C++ compiler is missing ({name})"
     return None
 
 

@@ -68,7 +68,7 @@ class RecomputeCache(AbstractContextManager):
             return None
         if of not in self._saved:
             raise ConfigError(
-                f"recomputation keeps {of}'s results for one backward pass, and this is a second one through the "
+                f"recomputation saves {of}'s results for one backward pass, and this is a second one through the "
                 "same graph. Run forward again, or set keep='all' to use retain_graph=True."
             )
         # Popped, not held: the second run's graph frees the tensors as backward passes them.

@@ -18,7 +18,7 @@ class MaskedLM(TokenPrediction):
 
     def prepare(self, stream: Stream) -> Batch:
         if stream.masked is None:
-            raise ConfigError("train.objective=masked needs data that were masked; these were read without a MaskRule.")
+            raise ConfigError("train.objective=masked needs masked data; this data was read without a MaskRule.")
         masked_indices = stream.masked_indices
         # only on a CPU: other devices would need a host sync
         if masked_indices is None and on_cpu(stream.masked):

@@ -78,7 +78,9 @@ class TokenPrediction(Task):
         super().__init__(decoder)
         # a run rejects such a config earlier; this check is for models built in code
         if decoder.config.pair_head != "none" and decoder.execution.chunk_tokens:
-            raise ConfigError("a pair head reads hidden states that layers by chunks never have whole: chunk_tokens=0.")
+            raise ConfigError(
+                "a pair head needs full hidden states, which chunked layers do not store: set chunk_tokens=0."
+            )
         self.terms = prediction_terms(decoder.config, mtp_weight)
         self.reduce_counts, self.shift = reduce_counts, shift
         self.z_loss, self.label_smoothing = z_loss, label_smoothing
@@ -164,7 +166,7 @@ class TokenPrediction(Task):
         tokens_Bt, targets_Bt = batch.next_token_ids, batch.targets
         is_first_Bt = batch.positions == 0
         for number in range(self.network.config.mtp_layers):
-            assert tokens_Bt is not None, "nobody has read what follows"
+            assert tokens_Bt is not None, "the batch has no next_token_ids"
             # The first block reads the following tokens from the data. Mask document starts: their values must not
             # shift into the previous document.
             if number:

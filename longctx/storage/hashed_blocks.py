@@ -187,5 +187,5 @@ def _read_block(file: _File, number: int, memory: mmap.mmap) -> None:
     expected = file.hashes[number * HASH_HEX_LENGTH : (number + 1) * HASH_HEX_LENGTH]
     if xxhash.xxh3_128_hexdigest(block[:count]) != expected:
         raise CheckpointError(
-            f"{file.path} is damaged: bytes {first:,} to {first + count:,} do not have the manifest's xxh3-128."
+            f"{file.path} is damaged: bytes {first:,} to {first + count:,} do not match the manifest's xxh3-128."
         )

@@ -87,7 +87,7 @@ class SafetensorsFile:
         try:
             # opening a pipe without a writer would hang
             if not path.is_file():
-                raise FileNotFoundError("it is missing, or no plain file")
+                raise FileNotFoundError("it is missing, or not a plain file")
             self._size = path.stat().st_size if num_bytes is None else num_bytes
             self._blocks.add(path, self._size, hashes)
             self._entries = self._read_header(header_bytes, header_values)
@@ -143,11 +143,11 @@ class SafetensorsFile:
     def _read_header(self, most_bytes: int, most_values: int) -> dict[str, TensorEntry]:
         """Parse and check the header; raise ValueError with the problem if it is invalid."""
         if self._size < 8:
-            raise ValueError(f"it has {self._size} bytes, which is no safetensors file")
+            raise ValueError(f"it has {self._size} bytes, which is not a safetensors file")
         header_bytes = int.from_bytes(self._bytes(0, 8), "little")
         most = min(self._size - 8, most_bytes)
         if header_bytes > most:
-            raise ValueError(f"its header claims {header_bytes:,} bytes, and may have {most:,}")
+            raise ValueError(f"its header claims {header_bytes:,} bytes; the limit is {most:,}")
         header = parse_json(self._bytes(8, header_bytes), most_values=most_values)
         return header_entries(header, 8 + header_bytes, self._size)
 
@@ -164,7 +164,7 @@ def header_entries(header: Any, begin: int, size: int) -> dict[str, TensorEntry]
     up to the end of the file.
     """
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     # free text, not a tensor
     header.pop("__metadata__", None)
     entries = {name: _entry(name, fields, begin, size) for name, fields in header.items()}
@@ -175,7 +175,7 @@ def header_entries(header: Any, begin: int, size: int) -> dict[str, TensorEntry]
 def _entry(name: str, fields: Any, begin: int, size: int) -> TensorEntry:
     """Check a tensor's fields and return its entry; its byte offsets count from the start of the file."""
     if not name or len(name) > _MOST_NAME:
-        raise ValueError(f"its header names a tensor {shown(name)}, and a name has 1 to {_MOST_NAME} characters")
+        raise ValueError(f"its header contains the tensor name {shown(name)}; a name has 1 to {_MOST_NAME} characters")
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"its header does not describe {name} by dtype, shape and data_offsets")
     kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -206,10 +206,10 @@ def _check_cover(entries: dict[str, TensorEntry], begin: int, size: int) -> None
         if entry.start < at:
             raise ValueError(f"{before} and {name} overlap")
         if entry.start > at:
-            raise ValueError(f"{before} and {name} leave bytes between them to nobody")
+            raise ValueError(f"{before} and {name} leave a gap between them")
         at, before = entry.stop, name
     if at != size:
-        raise ValueError(f"{size - at} bytes after {before} belong to nobody")
+        raise ValueError(f"{size - at} bytes after {before} belong to no tensor")
 
 
 # --- writing --------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class SafetensorsWriter:
             while block := file.read(SMALL_BYTES):
                 found.update(block)
         if found.digest() != self._digest.digest():
-            raise CheckpointError(f"{self.path} did not come back as it was written. Check the disk.")
+            raise CheckpointError(f"{self.path} reads back differently from the written data. Check the disk.")
 
 
 def _entry_bytes(name: str) -> int:

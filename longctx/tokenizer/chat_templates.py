@@ -43,9 +43,7 @@ def find_template_files(folder: Path) -> dict[str, Path]:
         if _IN_FOLDER.fullmatch(path.name):
             found[f"{TEMPLATES}.{path.name}"] = path
     if len(found) > _MOST:
-        raise DataError(
-            f"{folder / TEMPLATES} has {len(found)} chat templates, and {_MOST} are the most that are read."
-        )
+        raise DataError(f"{folder / TEMPLATES} has {len(found)} chat templates; at most {_MOST} are read.")
     for path in found.values():
         # Templates are copied into checkpoints: a link must not copy files from outside the folder.
         check_link(folder, str(path.relative_to(folder)))

@@ -126,8 +126,8 @@ class SpanSupport:
     def control_finder(self) -> ControlFinder:
         """Finder for the tokens that a chat template writes; raises DataError if the tokenizer does not define them."""
         raise DataError(
-            f"tokenizer={self.path} is a SentencePiece model, whose file does not say how conversations are cut.\n"
-            "Write its tokenizer.json first: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
+            f"tokenizer={self.path} is a SentencePiece model, and its file does not define how conversations are "
+            "tokenized.\nWrite its tokenizer.json first: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
         )
 
     @cached_property

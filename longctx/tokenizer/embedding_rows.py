@@ -39,13 +39,13 @@ def check_rows(tokenizer: ModelTokenizer, ids: np.ndarray, where: str) -> np.nda
 def without_row(tokenizer: ModelTokenizer, token: int, rows: int) -> str:
     """Return a message about a token without a row in a model with ``rows`` rows, with advice."""
     size = max(tokenizer.vocab_size, token + 1)
-    prefix = "Leave it out of the text. Or give"
+    prefix = "Remove it from the text, or give"
     # A token that frames every document cannot be left out.
     if token in (tokenizer.special.begin, tokenizer.special.end):
         prefix = "Give"
     return (
-        f"{tokenizer.describe_token(token)}, and the model has rows for the ids 0 to {rows - 1}.\n"
+        f"{tokenizer.describe_token(token)}, and the model has rows for ids 0 to {rows - 1} only.\n"
         f"{prefix} the model a row for it in transformers: model.resize_token_embeddings({size}), then "
-        "model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR). `longctx convert --to hf` makes a folder that "
-        "it loads."
+        "model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR). `longctx convert --to hf` writes a folder that "
+        "transformers loads."
     )

@@ -47,7 +47,7 @@ def _check_expressible(tokenizer: SentencePieceTokenizer) -> None:
         "it has unused pieces": any(model.is_unused(i) for i in pieces),
         "it writes spaces after words": tokenizer.trainer.treat_whitespace_as_suffix,
         "it has no piece for a space": tokenizer.is_own and model.is_unknown(model.piece_to_id(SPACE_MARK)),
-        "two of its pieces differ by U+2581 and a space only": tokenizer.is_own
+        "two pieces differ only by U+2581 and a space": tokenizer.is_own
         and len(set(_spaced(tokenizer))) != tokenizer.vocab_size,
     }
     if found := [reason for reason, condition in reasons.items() if condition]:

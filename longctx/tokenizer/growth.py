@@ -50,8 +50,8 @@ def check_growth(content: dict[str, Any], path: Path) -> None:
             growth *= _GROWTHS[part](step)
         if len(steps) > _MOST_STEPS or growth > MOST_GROWTH:
             raise DataError(
-                f"tokenizer={path}: its {part} may make {growth:.3g} characters of one in {len(steps)} steps, and at "
-                f"most {MOST_GROWTH} in {_MOST_STEPS} are run. Take the tokenizer from its publisher."
+                f"tokenizer={path}: its {part} may expand one character to {growth:.3g} in {len(steps)} steps; the "
+                f"limit is {MOST_GROWTH} in {_MOST_STEPS}. Take the tokenizer from its publisher."
             )
         before = growth
     _check_model(content.get("model"), path)
@@ -59,7 +59,7 @@ def check_growth(content: dict[str, Any], path: Path) -> None:
 
 def check_charsmap(charsmap: bytes, path: Path) -> None:
     """Raise DataError if a SentencePiece model's character map makes too much text from one character."""
-    check_size_limits({"its map makes a text, in bytes,": longest_text(charsmap)}, MOST_GROWTH, path)
+    check_size_limits({"its map produces a text, in bytes,": longest_text(charsmap)}, MOST_GROWTH, path)
 
 
 def check_size_limits(lengths: dict[str, int], most: int, path: Path) -> None:
@@ -67,7 +67,7 @@ def check_size_limits(lengths: dict[str, int], most: int, path: Path) -> None:
     for name, length in lengths.items():
         if length > most:
             raise DataError(
-                f"tokenizer={path}: {name} of a length of {length:,}, and {most} is the most. "
+                f"tokenizer={path}: {name} of length {length:,}; the limit is {most}. "
                 "Take the tokenizer from its publisher."
             )
 

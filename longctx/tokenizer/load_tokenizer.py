@@ -116,7 +116,7 @@ def _load_folder(folder: Path) -> Tokenizer:
         checkpoints = list_checkpoints(folder)
         if not checkpoints:
             raise DataError(
-                f"tokenizer={folder} is a run without a checkpoint. Name another one, or its data's folder."
+                f"tokenizer={folder} is a run without a checkpoint. Give another run, or its data's folder."
             )
         folder = checkpoints[-1]
     files = _read_folder_files(folder, COPIED_FILES)
@@ -168,8 +168,8 @@ def _load_model(content: bytes, path: Path, folder_files: Mapping[str, bytes]) -
 
     if _is_tiktoken(content):
         raise DataError(
-            f"tokenizer={path} is a tiktoken file, which says nothing of how it cuts words. Use the tokenizer.json of "
-            "the same model."
+            f"tokenizer={path} is a tiktoken file, which does not define how text is split. Use the same model's "
+            "tokenizer.json."
         )
     tokenizer = SentencePieceTokenizer(content, path=path, folder_files=folder_files)
     _check_added_tokens(tokenizer, folder_files, path)
@@ -189,8 +189,8 @@ def _check_added_tokens(tokenizer: Tokenizer, folder_files: Mapping[str, bytes],
     plain = [entry["content"] for entry in missing if not entry.get("special")]
     if plain:
         raise DataError(
-            f"tokenizer={path} has {len(plain)} added tokens, {plain[0]!r} among them, that its {MODEL_FILE} does not "
-            "know.\nWrite a tokenizer.json first: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
+            f"tokenizer={path} has {len(plain)} added tokens, {plain[0]!r} among them, missing from its {MODEL_FILE}.\n"
+            "Write a tokenizer.json first: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
         )
 
 
@@ -244,9 +244,9 @@ def _read(path: Path) -> bytes:
 def _why_none(folder: Path) -> str:
     """Return why a folder has no tokenizer that we read, with advice."""
     if (folder / "tekken.json").is_file():
-        return "it has a tekken.json, which the model's Hugging Face version has as tokenizer.json. Use that."
+        return "it has a tekken.json. Use the tokenizer.json from the model's Hugging Face version."
     for name in ("vocab.json", "vocab.txt"):
         if (folder / name).is_file():
             how = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
             return f"it has a {name} but no tokenizer.json. Write one: {how}."
-    return f"the folder holds no tokenizer. {_FORMS}"
+    return f"the folder contains no tokenizer. {_FORMS}"

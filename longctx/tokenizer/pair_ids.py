@@ -23,7 +23,7 @@ def start_of_targets(tokenizer: Tokenizer) -> int:
     """
     if not len(tokenizer.suffix_ids):
         raise DataError(
-            f"{tokenizer.path} ends no text by an id of its own, so a model of pairs could not end what it writes. "
+            f"{tokenizer.path} has no end-of-text id, so a model trained on pairs could not end its output. "
             "Train a tokenizer with `longctx tokenizer train`."
         )
     if tokenizer.special.start is not None:

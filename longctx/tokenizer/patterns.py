@@ -70,8 +70,8 @@ def _try(action: Callable[[str], object], unit: str, part: str, path: Path) -> N
         seconds = time.thread_time() - begin
         if seconds > _MOST_SECONDS:
             raise DataError(
-                f"tokenizer={path}: a regular expression of its {part} takes {seconds:.2g} s for {length} characters, "
-                f"{unit[:_MOST_LETTERS]!r} and so on. Take the tokenizer from its publisher."
+                f"tokenizer={path}: a regular expression in its {part} takes {seconds:.2g} s for {length} characters "
+                f"({unit[:_MOST_LETTERS]!r} repeated). Take the tokenizer from its publisher."
             )
 
 

@@ -223,9 +223,9 @@ def read_tokenizer_json(files: Mapping[str, bytes], name: str, path: Path) -> di
     try:
         content = parse_json(files[name], most_values=_MOST_VALUES)
     except ValueError as error:
-        raise DataError(f"{name} of tokenizer={path} cannot be read: {error}. Copy it again.") from error
+        raise DataError(f"tokenizer={path}: its {name} cannot be read: {error}. Copy it again.") from error
     if not isinstance(content, dict):
-        raise DataError(f"{name} of tokenizer={path} is not a JSON object. Copy it again.")
+        raise DataError(f"tokenizer={path}: its {name} is not a JSON object. Copy it again.")
     return content
 
 

@@ -64,9 +64,9 @@ class Tokenizer(SpanSupport, ABC):
         invalid_ids = [token for token in (special.begin, special.end) if token is not None and token >= vocab_size]
         if invalid_ids:
             raise DataError(
-                f"tokenizer={path} has {vocab_size} ids, but the files beside it name id {invalid_ids[0]} as "
+                f"tokenizer={path} has {vocab_size} ids, but the other tokenizer files set id {invalid_ids[0]} as "
                 "begin or end. "
-                "Take the tokenizer's files from one model."
+                "Take all tokenizer files from one model."
             )
 
     @property
@@ -182,7 +182,7 @@ def _check_known(ids: np.ndarray, tokenizer: Tokenizer) -> None:
     invalid_ids = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
     if len(invalid_ids):
         last = tokenizer.vocab_size - 1
-        raise DataError(f"id {invalid_ids[0]} is not in the vocabulary of {tokenizer.path}, which ends at {last}.")
+        raise DataError(f"id {invalid_ids[0]} is not in the vocabulary: {tokenizer.path} ends at id {last}.")
 
 
 def groups(chunks: Iterable[Chunk], characters: int) -> Iterator[list[Chunk]]:
@@ -242,7 +242,9 @@ def check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"Text with a lone surrogate ({error.reason}) is not Unicode text. Replace it.") from error
+        raise DataError(
+            f"The text contains a lone surrogate ({error.reason}), which is not valid Unicode. Replace it."
+        ) from error
 
 
 def _as_ids(token: int | None) -> np.ndarray:

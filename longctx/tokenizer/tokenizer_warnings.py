@@ -33,41 +33,41 @@ def missing_rows_warning(tokenizer: Tokenizer, rows: int) -> str | None:
         return None
     missing = np.arange(rows, tokenizer.vocab_size)
     texts = missing[~tokenizer.is_control[missing]]
-    prefix = f"{tokenizer.path} has {tokenizer.vocab_size} ids, the model rows for {rows}."
+    prefix = f"{tokenizer.path} has {tokenizer.vocab_size} ids, the model {rows} rows."
     # Most severe first: a missing frame id affects every document.
     frame = [token for token in (tokenizer.special.begin, tokenizer.special.end) if token is not None]
     framing = missing[np.isin(missing, frame)]
     if len(framing):
         return f"{prefix} No document can be read: each begins or ends with {_join_tokens(tokenizer, framing)}."
     if len(texts):
-        return f"{prefix} A text that has one of these tokens is refused: {_join_tokens(tokenizer, texts)}."
-    return f"{prefix} No text becomes one of the others: {_join_tokens(tokenizer, missing)}."
+        return f"{prefix} Texts with these tokens are rejected: {_join_tokens(tokenizer, texts)}."
+    return f"{prefix} No text is encoded to the missing ids: {_join_tokens(tokenizer, missing)}."
 
 
 def _begin_of_json(tokenizer: Tokenizer) -> Iterator[str]:
     special, frame = tokenizer.special, tokenizer.special.frame
-    puts = f"the post-processor of {JSON_FILE} puts {tokenizer.describe_token(frame.before, 'nothing')} before a text"
-    taken = "Taken is the post-processor, as transformers 5.24 takes it."
+    puts = f"{JSON_FILE}'s post-processor puts {tokenizer.describe_token(frame.before, 'nothing')} before a text"
+    taken = "The post-processor is used, as in transformers 5.24."
     if frame.unframed_class and frame.before is not None:
-        taken = "Taken is the class, as transformers 5.24 takes it."
-        yield f"tokenizer_class={frame.unframed_class} puts nothing before a text, {puts}. {taken}"
+        taken = "The class is used, as in transformers 5.24."
+        yield f"tokenizer_class={frame.unframed_class} adds no begin token, but {puts}. {taken}"
     elif frame.adds_bos is not None and frame.adds_bos != (frame.before is not None):
-        yield f"{TOKENIZER_CONFIG} says add_bos_token={_json(frame.adds_bos)}, {puts}. {taken}"
+        yield f"{TOKENIZER_CONFIG} sets add_bos_token={_json(frame.adds_bos)}, but {puts}. {taken}"
     elif frame.before is not None and special.bos not in (None, frame.before):
-        yield f"the begin token is named {tokenizer.describe_token(special.bos)}, {puts}. {taken}"
+        yield f"the begin token is named {tokenizer.describe_token(special.bos)}, but {puts}. {taken}"
 
 
 def _end_of_json(tokenizer: Tokenizer) -> Iterator[str]:
     special, frame = tokenizer.special, tokenizer.special.frame
-    puts = f"the post-processor of {JSON_FILE} puts {tokenizer.describe_token(frame.after, 'nothing')} after a text"
+    puts = f"{JSON_FILE}'s post-processor puts {tokenizer.describe_token(frame.after, 'nothing')} after a text"
     taken = (
-        f"Taken is {tokenizer.describe_token(special.end, 'nothing')}: documents of training data end "
+        f"The end token is {tokenizer.describe_token(special.end, 'nothing')}: training documents end "
         "with it, prompts do not."
     )
     if frame.adds_eos is not None and frame.adds_eos != (frame.after is not None):
-        yield f"{TOKENIZER_CONFIG} says add_eos_token={_json(frame.adds_eos)}, {puts}. {taken}"
+        yield f"{TOKENIZER_CONFIG} sets add_eos_token={_json(frame.adds_eos)}, but {puts}. {taken}"
     elif frame.after is not None:
-        yield f"the end token is named {tokenizer.describe_token(special.end, 'nowhere')}, {puts}. {taken}"
+        yield f"the end token is named {tokenizer.describe_token(special.end, 'nowhere')}, but {puts}. {taken}"
 
 
 def _begin_of_model(tokenizer: Tokenizer) -> Iterator[str]:
@@ -78,10 +78,10 @@ def _begin_of_model(tokenizer: Tokenizer) -> Iterator[str]:
     frame = tokenizer.special.frame
     if frame.is_only_form and frame.adds_bos is None and frame.adds_eos is None and frame.before is not None:
         yield (
-            f"{frame.file} has the begin token {tokenizer.describe_token(frame.before)}, {TOKENIZER_CONFIG} "
-            "says nothing of "
-            "add_bos_token, and transformers 5.24 then puts nothing before a text. Taken is the begin token; "
-            f'"add_bos_token": false there leaves it out.'
+            f"{frame.file} has the begin token {tokenizer.describe_token(frame.before)}, but {TOKENIZER_CONFIG} "
+            "does not set "
+            "add_bos_token, and transformers 5.24 then adds no begin token. The begin token is used; set "
+            f'"add_bos_token": false there to omit it.'
         )
 
 

@@ -50,9 +50,9 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
         if stat.S_ISDIR(state.st_mode):
             raise IsADirectoryError(None, "it is a folder", str(path))
         if not stat.S_ISREG(state.st_mode):
-            raise ValueError("it is no plain file")
+            raise ValueError("it is not a plain file")
         if state.st_size > most_bytes:
-            raise ValueError(f"it has {state.st_size:,} bytes, and such a file has at most {most_bytes:,}")
+            raise ValueError(f"it has {state.st_size:,} bytes; the limit is {most_bytes:,}")
         # the reported size is 0 for some endless files
         content = file.read(most_bytes + 1)
         if len(content) > most_bytes:
@@ -89,7 +89,7 @@ def parse_json(content: bytes, *, most_values: int = MOST_JSON_VALUES) -> Any:
     # before building any object; commas within strings count too, which is harmless
     values = 1 + content.count(b",") + content.count(b"[") + content.count(b"{")
     if values > most_values:
-        raise ValueError(f"it has some {values:,} values, and such a file has at most {most_values:,}")
+        raise ValueError(f"it has some {values:,} values; the limit is {most_values:,}")
     try:
         parsed = json.loads(
             text,
@@ -123,17 +123,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         [(duplicate, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"it names {shown(duplicate)} twice in one object")
+        raise ValueError(f"it has the key {shown(duplicate)} twice in one object")
     return found
 
 
 def _refuse_constant(word: str) -> float:
-    raise ValueError(f"it has {word}, which is no number in JSON")
+    raise ValueError(f"it has {word}, which is not a JSON number")
 
 
 def _whole(token_text: str) -> int:
     if len(token_text) > _MAX_INT_LENGTH:
-        raise ValueError(f"it has a whole number of {len(token_text):,} digits, and {_MAX_INT_LENGTH} are the most")
+        raise ValueError(f"it has an integer with {len(token_text):,} digits; the limit is {_MAX_INT_LENGTH}")
     return int(token_text)
 
 
@@ -166,4 +166,4 @@ def _check_characters(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError("it has half of a surrogate pair, which is no character") from error
+        raise ValueError("it has an unpaired surrogate, which is not a character") from error

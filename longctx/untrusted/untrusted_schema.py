@@ -27,7 +27,7 @@ def integer_between(least: int = 0, most: int = MOST_WHOLE) -> Check:
 
     def check(value: Any, where: str) -> None:
         if type(value) is not int or not least <= value <= most:
-            raise ValueError(f"{where}={shown(value)} is no whole number from {least} to {most}")
+            raise ValueError(f"{where}={shown(value)} is not an integer from {least} to {most}")
 
     return check
 
@@ -35,7 +35,7 @@ def integer_between(least: int = 0, most: int = MOST_WHOLE) -> Check:
 def number(value: Any, where: str) -> None:
     """Check for a number, integer or not."""
     if type(value) not in (int, float):
-        raise ValueError(f"{where}={shown(value)} is no number")
+        raise ValueError(f"{where}={shown(value)} is not a number")
 
 
 def text(pattern: str, description: str) -> Check:
@@ -44,7 +44,7 @@ def text(pattern: str, description: str) -> Check:
 
     def check(value: Any, where: str) -> None:
         if type(value) is not str or not compiled.fullmatch(value):
-            raise ValueError(f"{where}={shown(value)} is no {description}")
+            raise ValueError(f"{where}={shown(value)} is not a {description}")
 
     return check
 
@@ -74,9 +74,9 @@ def list_of(entry: Check, *, least: int = 0, most: int = MOST_WHOLE) -> Check:
 
     def check(value: Any, where: str) -> None:
         if type(value) is not list:
-            raise ValueError(f"{where}={shown(value)} is no list")
+            raise ValueError(f"{where}={shown(value)} is not a list")
         if not least <= len(value) <= most:
-            raise ValueError(f"{where} has {len(value)} entries, and may have {least} to {most}")
+            raise ValueError(f"{where} has {len(value)} entries; expected {least} to {most}")
         for number, inner in enumerate(value):
             entry(inner, f"{where}[{number}]")
 
@@ -89,7 +89,7 @@ def mapping(key: Check, entry: Check, *, least: int = 0) -> Check:
     def check(value: Any, where: str) -> None:
         _check_object(value, where)
         if len(value) < least:
-            raise ValueError(f"{where} has {len(value)} entries, and needs at least {least}")
+            raise ValueError(f"{where} has {len(value)} entries; expected at least {least}")
         for name, inner in value.items():
             key(name, f"a key of {where}")
             entry(inner, f"{where}.{name}")
@@ -110,7 +110,9 @@ def record(
             raise ValueError(f"{where or 'it'} lacks {', '.join(missing)}")
         if not allow_extra and not known.keys() >= value.keys():
             unknown_key = next(name for name in value if name not in known)
-            raise ValueError(f"{where or 'it'} has the key {shown(unknown_key)}, and may have {', '.join(known)}")
+            raise ValueError(
+                f"{where or 'it'} has the unknown key {shown(unknown_key)}; known keys: {', '.join(known)}"
+            )
         for name, inner in known.items():
             if name in value:
                 inner(value[name], f"{where}.{name}".removeprefix("."))
@@ -120,12 +122,12 @@ def record(
 
 def _check_object(value: Any, where: str) -> None:
     if type(value) is not dict:
-        raise ValueError(f"{where or 'it'}={shown(value)} is no object")
+        raise ValueError(f"{where or 'it'}={shown(value)} is not an object")
 
 
 HASH = text(r"[0-9a-f]{32}", "checksum of 32 hex digits")
-FILE_NAME = text(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}", "name of a plain file in this folder")
+FILE_NAME = text(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}", "plain file name in this folder")
 """No separator, no parent folder, no hidden file, no character that a terminal interprets."""
 NAME = text(
-    r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]{1,400}", "printable name of 1 to 400 characters"
+    r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]{1,400}", "printable name with 1 to 400 characters"
 )

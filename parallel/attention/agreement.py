@@ -37,7 +37,7 @@ def degree_problem(layout: SequenceLayout, mesh: Mesh) -> str | None:
     if (mesh.context, mesh.ulysses) == (layout.degree, layout.ulysses):
         return None
     return (
-        f"the schedule is for {layout.degree} ranks of which {layout.ulysses} split heads; the "
+        f"the schedule has context {layout.degree} and ulysses {layout.ulysses}; the "
         f"mesh has context {mesh.context} and ulysses {mesh.ulysses}."
     )
 
@@ -58,7 +58,7 @@ def verify_across_ranks(plan: SharedPlan, mesh: Mesh, signature: str, problem: s
     try:
         seen = mesh.comm.all_gather(mine, group, operation=_AGREEING)
     except ClusterError as error:
-        raise ClusterError(f"{error}\nOr one does not call attention when the others do.") from error.__cause__
+        raise ClusterError(f"{error}\nOr a rank skipped an attention call that its peers made.") from error.__cause__
     if problem is not None or bool((seen != mine).any()):
         _raise_difference(plan, signature, problem, mesh, group)
 
@@ -88,7 +88,7 @@ def _raise_difference(plan: SharedPlan, signature: str, problem: str | None, mes
         for rank, x in enumerate(statements)
     ]
     raise ClusterError(
-        "the ranks of a sequence were given different attention:\n" + "\n".join(lines) + "\n"
-        "All must have the same documents, layout, mask, shapes, transport and kernel. Where kernels differ, install "
-        "the same libraries on every node, or name a kernel that all of them have (parallel.kernel, train.products)."
+        "the ranks that share a sequence have different attention calls:\n" + "\n".join(lines) + "\n"
+        "All must have the same documents, layout, mask, shapes, transport and kernel. If kernels differ, install "
+        "the same libraries on every node, or set a kernel that all nodes have (parallel.kernel, train.products)."
     )

@@ -82,21 +82,21 @@ class CachedPlan:
             except ConfigError as error:
                 problem = str(error)
         verify_chunk(placement, mesh, call_signature(shapes, options, plan and plan.kernel), problem)
-        assert plan is not None, "a problem that the ranks did not tell each other"
+        assert plan is not None, "a problem that the ranks did not exchange"
         return plan
 
 
 def chunk_problem(mask: AttentionMask, shapes: AttentionShapes, placement: object, mesh: Mesh) -> str | None:
     """Return the reason if a chunk cannot be processed, otherwise None."""
     if not isinstance(placement, ChunkPlacement):
-        return f"the cache is none of these {mesh.context} ranks' own. Take Decoder.new_cache()."
+        return f"the cache was not created for these {mesh.context} ranks. Use Decoder.new_cache()."
     if not mask.causal:
-        return "a cache goes with causal attention alone: earlier tokens would have to see later ones."
+        return "a cache needs causal attention: without it, earlier tokens would have to see later ones."
     if placement.degree != mesh.context:
-        return f"the cache is spread over {placement.degree} ranks, the model over {mesh.context}."
+        return f"the cache is sharded over {placement.degree} ranks, the model over {mesh.context}."
     num_given = count_tokens(placement.given(mesh.context_rank))
     if shapes.tokens != num_given:
-        return f"rank {mesh.rank} was given {shapes.tokens} tokens of a chunk, its part has {num_given}."
+        return f"rank {mesh.rank} received {shapes.tokens} chunk tokens; its shard has {num_given}."
     return None
 
 

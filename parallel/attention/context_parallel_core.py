@@ -34,7 +34,7 @@ class ContextParallelAttention(CoreOverRanks):
             return CachedPlan.build(mask, shapes, placement, self.mesh, self.options)
         layout = placement or build_sequence_layout(self.layout, self.mesh, mask)
         if mask.key_documents is not None and key_placement is None:
-            raise ConfigError("cross attention over ranks needs the layout of its keys (key_placement).")
+            raise ConfigError("cross attention over ranks needs its keys' layout (key_placement).")
         schedule = Schedule.build(
             layout,
             mask.documents,
@@ -60,7 +60,7 @@ class ContextParallelAttention(CoreOverRanks):
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         if isinstance(plan, CachedPlan):
-            assert cache is not None, "the plan of a cached chunk came without the layer's cache"
+            assert cache is not None, "a cached chunk's plan without the layer's cache"
             return attention_with_cache(q_BtHD, k_BtKD, v_BtKV, plan, cache, scores=scores, sinks_H=sinks_of(weights))
         return planned_attention(
             q_BtHD, k_BtKD, v_BtKV, plan, scores=scores, sinks_H=sinks_of(weights), recompute_cache=recompute_cache

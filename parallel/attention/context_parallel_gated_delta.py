@@ -55,7 +55,7 @@ class ContextParallelGatedDelta(CoreOfStates):
         B, t, K = q_BtKD.shape[:3]
         batch, given = plan.shapes.batch, weights_of(weights)
         if isinstance(plan, StatesOfChunk):
-            assert cache is not None, "the plan of a cached chunk came without the layer's cache"
+            assert cache is not None, "a cached chunk's plan without the layer's cache"
             return _cached_forward(q_BtKD, k_BtKD, v_BtKX, given, plan, cache)
         q, k, v = (x.reshape(batch, -1, *x.shape[2:]) for x in (q_BtKD, k_BtKD, v_BtKX))
         plan.shapes.check_call(q, None)

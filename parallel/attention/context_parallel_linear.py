@@ -32,7 +32,7 @@ class ContextParallelLinearAttention(CoreOfStates):
     """Linear attention core over ranks."""
 
     layer_kind: ClassVar[str] = "linear attention"
-    why_not_striped: ClassVar[str] = "linear layers (model.layers) sum over runs of neighbours"
+    why_not_striped: ClassVar[str] = "linear layers (model.layers) sum over consecutive tokens"
 
     def __call__(
         self,
@@ -48,7 +48,7 @@ class ContextParallelLinearAttention(CoreOfStates):
     ) -> Tensor:
         """Return the output [B, t, H, V]; ``scores`` and ``weights``, meant for softmax, are ignored."""
         if isinstance(plan, StatesOfChunk):
-            assert cache is not None, "the plan of a cached chunk came without the layer's cache"
+            assert cache is not None, "a cached chunk's plan without the layer's cache"
             return linear_attention_with_cache(q_BtHD, k_BtKD, v_BtKV, plan, cache)
         return planned_linear_attention(q_BtHD, k_BtKD, v_BtKV, plan, recompute_cache=recompute_cache)
 

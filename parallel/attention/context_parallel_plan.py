@@ -109,7 +109,7 @@ class ContextParallelPlan:
         # Synchronisation point: a cheap comparison here turns a mismatch, which would hang or corrupt a hop, into an
         # error.
         verify_across_ranks(schedule, mesh, call_signature(shapes, options, plan and plan.kernel), problem)
-        assert plan is not None, "a problem that the ranks did not tell each other"
+        assert plan is not None, "a problem that the ranks did not exchange"
         return plan
 
     def as_shard(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,8 +132,8 @@ def tokens_problem(shapes: AttentionShapes, num_local: int, mesh: Mesh) -> str |
     if shapes.tokens == num_local:
         return None
     return (
-        f"rank {mesh.rank} was given {shapes.tokens} queries; its shard of the layout is {num_local} tokens. "
-        "Give it SequenceLayout.split of each."
+        f"rank {mesh.rank} received {shapes.tokens} queries; its layout shard has {num_local} tokens. "
+        "Pass each tensor through SequenceLayout.split."
     )
 
 
@@ -166,13 +166,13 @@ def tensor_problem(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedu
         q, k, v = (x.reshape(1, -1, x.shape[2], x.shape[3]) for x in (q, k, v))
     if (q.shape[1], k.shape[1], v.shape[1]) != (num_queries, num_keys, num_keys):
         return (
-            f"rank {mesh.rank} was given {q.shape[1]} queries, {k.shape[1]} keys and {v.shape[1]} values; its shard of "
-            f"the layout is {num_queries} tokens. Give it SequenceLayout.split of each."
+            f"rank {mesh.rank} received {q.shape[1]} queries, {k.shape[1]} keys and {v.shape[1]} values; its "
+            f"layout shard has {num_queries} tokens. Pass each tensor through SequenceLayout.split."
         )
     if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0] or k.shape[2] != v.shape[2] or k.shape[3] != q.shape[3]:
         return (
-            f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} do not fit each other: batch "
-            "sizes must agree, keys and values have the same heads, queries and keys the same head size."
+            f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} do not match: batch "
+            "sizes must be equal, keys and values need equal head counts, queries and keys equal head sizes."
         )
     if not q.dtype == k.dtype == v.dtype:
         return f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}; all must have one dtype."

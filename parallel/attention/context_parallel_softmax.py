@@ -61,7 +61,7 @@ def context_parallel_attention(
     """
     options = ContextParallelOptions(kernel, transport, communication_dtype, deterministic, matmul_mode)
     if scores is not None and scale is not None:
-        raise ConfigError(f"scale={scale} is given twice: leave it out, scores.scale={scores.scale} is the one.")
+        raise ConfigError(f"scale={scale} and scores.scale={scores.scale} are both given: leave scale out.")
     if scale is None:
         scale = float(q_BtHD.shape[-1] ** -0.5)
     scores = scores or ScoreRules(scale=scale)

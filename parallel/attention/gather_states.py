@@ -52,7 +52,7 @@ class GatherStates:
     ) -> Callable[[], Tensor]:
         """Start gathering the states that all ranks send; the result computes the sums that this rank needs."""
         pending = start_gather(
-            self.mesh, mine_sBKDW, sent, operation="gathering states of linear attention", layer=self.layer
+            self.mesh, mine_sBKDW, sent, operation="gathering linear attention states", layer=self.layer
         )
         own = wanted[self.mesh.context_rank]
 

@@ -144,9 +144,7 @@ class JoinSegments:
         return self.plan.taken[self.mesh.context_rank]
 
     def _gather(self, mine_s: Tensor, sent: Sequence[Sequence[Open]]) -> Callable[[], Tensor]:
-        return start_gather(
-            self.mesh, mine_s, sent, operation="joining segments of the gated delta rule", layer=self.layer
-        )
+        return start_gather(self.mesh, mine_s, sent, operation="joining gated delta segments", layer=self.layer)
 
 
 def _states_of(pairs_sBHDW: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class ShardedKVCache(KVCache):
         shard = padded.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
         found = encode(replace(shard, placement=layout))
         gathered = mesh.comm.all_gather(
-            found.hidden_BsM, group, operation="gathering what ranks encoded of a source", kind=Kind.CHUNK_VALUES
+            found.hidden_BsM, group, operation="gathering encoded source shards", kind=Kind.CHUNK_VALUES
         )
         whole_BsM = layout.join(list(gathered), 1)[:, : source.documents.num_tokens]
         return replace(found, hidden_BsM=whole_BsM, documents=source.documents, placement=None)
@@ -88,7 +88,7 @@ class ShardedKVCache(KVCache):
         if layout is None or group is None:
             return values_Bt
         gathered = self.mesh.comm.all_gather(
-            values_Bt, group, operation="gathering what ranks computed of a chunk's tokens", kind=Kind.CHUNK_VALUES
+            values_Bt, group, operation="gathering a chunk's token values", kind=Kind.CHUNK_VALUES
         )
         return layout.join(list(gathered), 1)
 

@@ -85,7 +85,7 @@ class StatesOfChunk:
                 problem = str(error)
         # Collective even after an error, so that all ranks raise it instead of waiting.
         verify_chunk(placement, mesh, _signature(layer_kind, shapes), problem)
-        assert plan is not None, "a problem that the ranks did not tell each other"
+        assert plan is not None, "a problem that the ranks did not exchange"
         return plan
 
 
@@ -107,7 +107,7 @@ class CoreOfStates(CoreOverRanks):
         """Raise ConfigError if the layout assigns single tokens to several ranks."""
         if layout == "striped" and ring_degree > 1:
             raise ConfigError(
-                f"parallel.layout='striped' deals single tokens to ranks, and {cls.why_not_striped}.\n"
+                f"parallel.layout='striped' assigns single tokens to ranks, but {cls.why_not_striped}.\n"
                 "Try parallel.layout='zigzag' (or contiguous or balanced)."
             )
 

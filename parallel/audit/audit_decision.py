@@ -65,7 +65,7 @@ class Mismatch:
         if self.is_named:
             who = f"rank {self.candidate_ranks[0]} on {self.hosts[0]} computed a wrong number in step {step}"
         else:
-            who = f"ranks {_list(self.candidate_ranks)} disagree about a number of step {step}"
+            who = f"ranks {_list(self.candidate_ranks)} disagree about a number in step {step}"
         difference_text = _sentence(self.difference.describe())
         return f"{who}: {self.place.describe()} on rank {self.of}.\n{difference_text}.\n{self.evidence}"
 
@@ -89,7 +89,7 @@ def find_mismatch(case: Case, answers: Sequence[RepeatedResult]) -> Mismatch | N
             case,
             difference,
             disagreeing,
-            f"{_agreeing(case, answers)}, rank {disagreeing[0].rank} alone got another one.",
+            f"{_agreeing(case, answers)}; only rank {disagreeing[0].rank} got a different one.",
         )
     # No other rank reproduced the step's result, so compare their results with one another.
     others = {answer.digest for answer in answers}
@@ -98,26 +98,26 @@ def find_mismatch(case: Case, answers: Sequence[RepeatedResult]) -> Mismatch | N
     all_results += answers
     if case.own is not None and case.second in others:
         text = (
-            f"{names} computed it again, and so did rank {case.rank}: all got one result, other than its first one. "
-            "The fault did not repeat."
+            f"{names} recomputed it, and so did rank {case.rank}: all results are equal, but differ from its first "
+            "one. The fault did not repeat."
         )
         return _mismatch(case, difference, [case], text)
     # Two against one.
     if len(answers) > 1 and len(others) == 1:
-        again = "Its own second try gives the wrong result again: the fault repeats."
+        again = "Its own recomputation gives the wrong result again: the fault repeats."
         if case.own is not None:
-            again = "Its own second try gives a third result."
-        return _mismatch(case, difference, [case], f"{names} computed it again, and agree with one another. {again}")
+            again = "Its own recomputation gives a third result."
+        return _mismatch(case, difference, [case], f"{names} recomputed it and agree. {again}")
     if len(answers) > 1:
-        return _mismatch(case, difference, all_results, "No two of three results agree.")
+        return _mismatch(case, difference, all_results, "All three results differ.")
     if case.own is not None:
         return _mismatch(
             case,
             difference,
             [case],
-            f"Rank {case.rank} tried again and got another result, and {names.lower()} a third one.",
+            f"Rank {case.rank} recomputed it with a different result, and {names.lower()} got a third one.",
         )
-    return _mismatch(case, difference, all_results, "Each gets its own result again, and two can only disagree.")
+    return _mismatch(case, difference, all_results, "Each reproduces its own result, and two results give no majority.")
 
 
 def _of_own(case: Case, answers: Sequence[RepeatedResult]) -> Mismatch | None:
@@ -126,11 +126,11 @@ def _of_own(case: Case, answers: Sequence[RepeatedResult]) -> Mismatch | None:
         return None
     if answers and case.second:
         text = (
-            f"{_ranks(answers)} got what the step went on with; rank {case.rank} itself got another result when it "
-            "tried again."
+            f"{_ranks(answers)} reproduced the step's result; rank {case.rank} itself got a different one when it "
+            "recomputed it."
         )
     else:
-        text = f"Rank {case.rank} made the same call once more and got another result."
+        text = f"Rank {case.rank} repeated the call and got a different result."
     return _mismatch(case, case.own, [case], text)
 
 

@@ -43,7 +43,7 @@ class BitDifference(NamedTuple):
             word = "bits"
         return (
             f"{self.values} of {self.total} values differ, in {word} {bits} ({', '.join(self.parts)}): the first is "
-            f"{self.example[0]:.9g} in place of {self.example[1]:.9g}"
+            f"{self.example[0]:.9g} instead of {self.example[1]:.9g}"
         )
 
 

@@ -37,7 +37,7 @@ class Place(NamedTuple):
     def describe(self) -> str:
         """Return it as text, for a message."""
         if self.kind == "update":
-            return f"the optimiser's update of {self.weight or 'some weights'} ({self.call})"
+            return f"the optimizer's update of {self.weight or 'some weights'} ({self.call})"
         where = self.weight
         if not where and self.layer is not None:
             where = f"layer {self.layer}"
@@ -47,7 +47,7 @@ class Place(NamedTuple):
         return text
 
 
-_KINDS: dict[Kind, str] = {"product": "a product", "attention": "attention", "update": "the update"}
+_KINDS: dict[Kind, str] = {"product": "a matmul", "attention": "attention", "update": "the update"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ def sample_of_large(
         kwargs={},
         inputs=inputs,
         outputs=flat_copies(computed_nm),
-        place=place._replace(call=f"{place.call}; of it a tile of [{n}, {m}]"),
+        place=place._replace(call=f"{place.call}; a tile [{n}, {m}]"),
         own=own,
         is_tile=True,
     )

@@ -90,7 +90,7 @@ class OperationAudit:
 
     def prepare(self) -> None:
         """Compare the ranks, before the first audit. Collective."""
-        begin("comparing what the ranks compute")
+        begin("comparing the ranks' hardware and kernels")
         mine = likeness(socket.gethostname(), self._audited.device, self._audited.dtype, self._audited.kernel)
         self._ranks = gather_objects(mine)
         self._assigned = assign_auditing_ranks(self._ranks)

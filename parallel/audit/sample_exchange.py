@@ -37,7 +37,7 @@ def exchange(
         sent_to = {peer: [data] for peer in assigned[rank].auditors}
     received = {victim: [data] for victim, data in receive_buffers.items()}
     if len(headers) > 1:
-        Communicator().send_recv(sent_to, received, control_group(), operation="sending samples to audit").wait()
+        Communicator().send_recv(sent_to, received, control_group(), operation="sending samples for the audit").wait()
     return {victim: _unpacked(headers[victim], data) for victim, data in receive_buffers.items()}
 
 

@@ -34,7 +34,7 @@ def named_collective(action: Callable[[], T], operation: str, ranks: Sequence[in
         # gloo and NCCL errors name neither the data nor the peer; their first line is the cause.
         raise ClusterError(
             f"rank {dist.get_rank()} {operation}{_among(ranks)} ({ACTIVITY.place()}): {str(error).splitlines()[0]}\n"
-            "A rank that it works with died or did not answer in time (run.timeout_seconds); its own log says why."
+            "A peer died or did not respond in time (run.timeout_seconds); the peer's log gives the reason."
         ) from error
     finally:
         ACTIVITY.wait = before

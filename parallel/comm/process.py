@@ -84,9 +84,9 @@ def start_process_group(
         control_group()
     except (RuntimeError, ValueError, OSError) as error:
         text = (
-            f"rank {rank} of {world_size} on {socket.gethostname()} could not meet the others at "
+            f"rank {rank} of {world_size} on {socket.gethostname()} could not rendezvous at "
             f"{rendezvous_host()}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}\n"
-            "Check that every host of the hostfile reaches that address, and that the port is free (--master_port)."
+            "Check that every host in the hostfile reaches that address, and that the port is free (--master_port)."
         )
         # Rank 0 knows which ranks are missing, but not why. Without a watch, one rank per machine reports its own
         # cause.
@@ -170,7 +170,7 @@ def _within(build: Callable[[], dist.TCPStore], seconds: float) -> dist.TCPStore
     thread.start()
     thread.join(seconds)
     if not found:
-        raise OSError(f"what listens there gives no answer within {seconds:.0f} s, so it is no rank 0")
+        raise OSError(f"the listener there did not respond within {seconds:.0f} s, so it is not rank 0")
     if isinstance(found[0], BaseException):
         raise found[0]
     return found[0]
@@ -186,5 +186,5 @@ def _wait_for_listener(host: str, port: int, seconds: float) -> None:
             return
         except OSError as error:
             if time.monotonic() >= deadline:
-                raise OSError(f"nothing answers there within {seconds:.0f} s ({error})") from error
+                raise OSError(f"no process answers there within {seconds:.0f} s ({error})") from error
         time.sleep(0.1)

@@ -39,7 +39,7 @@ def num_ranks() -> int:
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Sum over all ranks, in place, with the step timeout. Collective."""
     if num_ranks() > 1:
-        named_collective(lambda: dist.all_reduce(values), "adding up over all ranks")
+        named_collective(lambda: dist.all_reduce(values), "summing over all ranks")
     return values
 
 

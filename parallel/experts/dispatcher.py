@@ -33,9 +33,9 @@ T = TypeVar("T")
 _IDS = torch.int16
 """Dtype for local expert ids in messages."""
 _OPERATIONS = {
-    Kind.TOKENS: "sending tokens to experts",
-    Kind.CHOICES: "sending choices to experts",
-    Kind.EXPERT_SUMS: "returning what experts made of tokens",
+    Kind.TOKENS: "dispatching tokens to experts",
+    Kind.CHOICES: "dispatching expert choices",
+    Kind.EXPERT_SUMS: "returning expert outputs",
 }
 """Operation named while a rank waits for these messages."""
 
@@ -73,7 +73,7 @@ class AllToAllDispatcher(TokenDispatcher):
         counts_tp2 = torch.stack([self._counts(experts_Nk[tile]) for tile in tiles])
         send_pt2 = counts_tp2.transpose(0, 1).contiguous()
         recv_pt2 = self.mesh.comm.all_to_all(
-            send_pt2, self._group, operation="telling how many tokens it sends to experts", kind=Kind.COUNTS
+            send_pt2, self._group, operation="exchanging expert token counts", kind=Kind.COUNTS
         )
         sizes = self.read_sizes(torch.stack((send_pt2, recv_pt2)).transpose(1, 2), tiles)
         # Backward reuses these sizes without knowing the layer, so store it.
@@ -257,6 +257,6 @@ def _gather_over_context(mesh: Mesh, values_NX: Tensor) -> Tensor:
     if mesh.context_group is None:
         return values_NX
     gathered = mesh.comm.all_gather(
-        values_NX, mesh.context_group, operation="gathering choices of experts", kind=Kind.GATHERED_CHOICES
+        values_NX, mesh.context_group, operation="gathering expert choices", kind=Kind.GATHERED_CHOICES
     )
     return gathered.flatten(0, 1)

@@ -24,8 +24,8 @@ class ReplicatedTokens(TokenDispatcher):
         """Raise ConfigError if ranks that share experts have different sequences."""
         if mesh.context % mesh.expert:
             raise ConfigError(
-                f"parallel.expert={mesh.expert} ranks share experts, but only parallel.context={mesh.context} ranks a "
-                "sequence: decoding of several sequences whose experts are shared is not built yet.\n"
+                f"parallel.expert={mesh.expert} ranks share experts, but only parallel.context={mesh.context} ranks "
+                "share a sequence: decoding several sequences with shared experts is not implemented yet.\n"
                 f"Try parallel.expert={mesh.context} or a divisor of it."
             )
         self.mesh, self.experts_per_rank, self.local_experts = mesh, experts_per_rank, local_experts
@@ -55,7 +55,7 @@ class _Handle(DispatchHandle):
         gathered = mesh.comm.all_gather(
             of_tokens_SX.to(communication_dtype),
             mesh.expert_group,
-            operation="gathering what experts made of tokens that all ranks have",
+            operation="gathering expert outputs for replicated tokens",
             kind=Kind.REPLICATED_SUMS,
         )
         # A loop instead of sum(0): bitwise equal on every rank and in every run.

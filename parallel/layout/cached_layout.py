@@ -140,7 +140,7 @@ class ChunkPlacement:
 
     def describe(self) -> str:
         """Return a one-line summary."""
-        split = "given to every rank"
+        split = "replicated on every rank"
         if self.layout is not None:
             split = f"split {self.layout.kind} over {self.degree} ranks (ulysses {self.layout.ulysses})"
-        return f"tokens {self.prefix.num_tokens} to {self.stop} of a cached sequence, {split}"
+        return f"cached sequence, tokens {self.prefix.num_tokens} to {self.stop}, {split}"

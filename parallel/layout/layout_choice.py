@@ -75,21 +75,27 @@ def choose_layout(
         kind = "zigzag"
         if side_by_side:
             kind = "balanced"
-        return kind, "every rank attends over whole sequences, so all layouts are the same"
+        return kind, "every rank attends over complete sequences, so all layouts are equal"
     # If contiguous work is even, there is no imbalance to fix, and no layout sends less.
     local = _reason_to_stay_local(num_tokens // ring, packed, reaches)
     if local is not None:
         return "contiguous", local
     if not causal and not packed and not side_by_side:
-        return "contiguous", "every token of one document sees all of it, so work is even, and nothing is cut smaller"
+        return (
+            "contiguous",
+            "bidirectional attention over one document is even work, and this layout has the fewest cuts",
+        )
     if packed:
-        return "balanced", f"of packed documents it alone gives {ring} ring ranks even work and few rows to send"
+        return (
+            "balanced",
+            f"for packed documents, only this layout gives {ring} ring ranks even work and few rows to send",
+        )
     if side_by_side:
-        return "balanced", "it leaves a short row on one rank and gives all ranks even work"
+        return "balanced", "it keeps a short row on one rank and gives all ranks even work"
     parts = num_parts("zigzag", degree, ulysses)
     if num_tokens % parts:
         return "balanced", f"{num_tokens} tokens do not split into the {parts} equal parts of zigzag"
-    return "zigzag", f"one document a sequence is even work for {ring} ring ranks"
+    return "zigzag", f"with one document per sequence, {ring} ring ranks have even work"
 
 
 def _reason_to_stay_local(tokens_per_rank: int, packed: bool, reaches: Collection[int | None]) -> str | None:
@@ -99,7 +105,7 @@ def _reason_to_stay_local(tokens_per_rank: int, packed: bool, reaches: Collectio
         return None
     window = max(rows)
     if not window:
-        return "layers with a state do equal work in every layout, and this one cuts the fewest documents"
+        return "stateful layers do equal work in every layout, and this one cuts the fewest documents"
     windows_in_shard = WINDOWS_IN_SHARD
     if packed:
         windows_in_shard = WINDOWS_IN_SHARD_PACKED
@@ -107,5 +113,5 @@ def _reason_to_stay_local(tokens_per_rank: int, packed: bool, reaches: Collectio
     if window * windows_in_shard > tokens_per_rank:
         return None
     return (
-        f"a window of {window} is small beside a rank's {tokens_per_rank} tokens: work is even, neighbours' rows travel"
+        f"window {window} is small relative to {tokens_per_rank} tokens per rank: even work, few rows from neighbours"
     )

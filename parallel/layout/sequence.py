@@ -116,8 +116,8 @@ class SequenceLayout:
         """Return a copy of the rank's shard of a per-token tensor, cut along ``dim``."""
         if x.shape[dim] != self.num_tokens:
             raise ValueError(
-                f"dim {dim} of shape {tuple(x.shape)} is not the layout's {self.num_tokens} tokens; "
-                "flatten the rows of a batch before splitting"
+                f"dim {dim} of shape {tuple(x.shape)} does not match the layout's {self.num_tokens} tokens; "
+                "flatten the batch rows before splitting"
             )
         dim %= x.dim()
         parts = []

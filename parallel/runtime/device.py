@@ -73,8 +73,8 @@ def _idle_gpus(setting: str, ranks: int, gpus: int, degrees: Mapping[str, int]) 
     else:
         first, second = start_line(gpus, fewer), start_line(ranks, on_cpu)
     return ConfigError(
-        f"{setting}='auto': this machine runs {ranks} ranks and has {some}. Each rank needs a GPU of its own, and none "
-        f"would be used on the CPU.\nTo compute on {some}:\n    {first}\nTo compute on the CPU:\n    {second}"
+        f"{setting}='auto': this machine runs {ranks} ranks and has {some}. Each rank needs its own GPU, and a CPU run "
+        f"would leave the GPUs idle.\nTo compute on {some}:\n    {first}\nTo compute on the CPU:\n    {second}"
     )
 
 

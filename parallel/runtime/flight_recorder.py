@@ -47,8 +47,8 @@ def trace_hint() -> str:
         return ""
     path = Path(prefix)
     return (
-        "NCCL itself ends a process whose collective takes longer than run.timeout_seconds. The last collectives of "
-        f"each rank are in {prefix}N;\nto compare them: torchfrtrace --prefix {path.name} {path.parent}"
+        "NCCL itself ends a process if its collective exceeds run.timeout_seconds. Each rank's last collectives "
+        f"are in {prefix}N;\nto compare them: torchfrtrace --prefix {path.name} {path.parent}"
     )
 
 

@@ -151,7 +151,7 @@ def _above(chain: Sequence[psutil.Process]) -> Launcher | None:
         if _is_runner(words):
             return Launcher(process, "deepspeed's runner", words)
         if name.startswith("sshd"):
-            return Launcher(process, "the ssh connection of deepspeed's launcher", words)
+            return Launcher(process, "the deepspeed launcher's ssh connection", words)
         # ssh runs its command in a shell. An interactive shell may end before its child processes.
         if name not in _SHELLS or "-c" not in words or not any(_LAUNCHER in word for word in words):
             return None

@@ -59,7 +59,9 @@ class Schedule(RingWork):
             return cls(layout, key_layout, documents.bounds, causal, window, sink_tokens, stride)
         check_key_documents(layout, documents, key_layout, key_documents)
         if causal or window is not None or sink_tokens or stride:
-            raise ConfigError("cross attention sees all of a document: it has no side, window, sink tokens or stride.")
+            raise ConfigError(
+                "cross attention sees complete source documents: it has no causal mask, window, sink tokens or stride."
+            )
         return cls(layout, key_layout, documents.bounds, False, None, 0, key_cu_seqlens=key_documents.bounds)
 
     def with_relative_positions(self) -> Schedule:
@@ -85,7 +87,7 @@ class Schedule(RingWork):
         if self.causal:
             kind = "causal"
         summary = (
-            f"{layout.kind} layout of {layout.num_tokens} tokens over {layout.degree} ranks "
+            f"{layout.kind} layout, {layout.num_tokens} tokens over {layout.degree} ranks "
             f"(ulysses {layout.ulysses}), {len(self.cu_seqlens) - 1} documents, {kind}"
         )
         if self.window is not None:
@@ -93,7 +95,7 @@ class Schedule(RingWork):
         if self.stride:
             summary += f", stride {self.stride}"
         if self.key_cu_seqlens is not None:
-            summary += f", keys of another sequence: {self.key_layout.kind}, {self.key_layout.num_tokens} tokens"
+            summary += f", keys from another sequence: {self.key_layout.kind}, {self.key_layout.num_tokens} tokens"
         return summary
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
@@ -160,17 +162,14 @@ def check_window(window: int | None, sink_tokens: int) -> None:
     if window is not None and window < 1:
         raise ConfigError(f"window={window} must be at least 1 (a query sees itself), or None for no window.")
     if sink_tokens < 0 or (sink_tokens and window is None):
-        raise ConfigError(
-            f"sink_tokens={sink_tokens} are a document's first tokens, seen from beyond the window; "
-            f"window={window}. Give a window, and at least 0 sink tokens."
-        )
+        raise ConfigError(f"sink_tokens={sink_tokens} with window={window}: give a window, and at least 0 sink tokens.")
 
 
 def check_stride(stride: int, window: int | None, sink_tokens: int) -> None:
     """Raise ConfigError unless the stride is compatible with the mask."""
     if stride < 0 or (stride and (window is None or sink_tokens)):
         raise ConfigError(
-            f"stride={stride} (0 for none) needs a window, and goes with no sink tokens; got window={window}, "
+            f"stride={stride} (0 disables it) needs a window and no sink tokens; got window={window}, "
             f"sink_tokens={sink_tokens}."
         )
 
@@ -181,15 +180,15 @@ def check_key_documents(
     """Raise ConfigError unless query and key documents correspond one to one, and both sequences share their ranks."""
     if key_documents.num_documents != documents.num_documents:
         raise ConfigError(
-            f"the queries have {documents.num_documents} documents, the keys {key_documents.num_documents}: each query "
-            "document sees the key document of its number. Give both as many; one may be empty."
+            f"the queries have {documents.num_documents} documents, the keys {key_documents.num_documents}: query "
+            "document i sees key document i. Give both equally many; a document may be empty."
         )
     if key_documents.num_tokens != keys.num_tokens:
         raise ConfigError(f"the keys' layout has {keys.num_tokens} tokens, their documents {key_documents.num_tokens}.")
     if (keys.degree, keys.ulysses) != (layout.degree, layout.ulysses):
         raise ConfigError(
-            f"the keys' layout is over {keys.degree} ranks of which {keys.ulysses} split heads, the queries' over "
-            f"{layout.degree} and {layout.ulysses}; both must agree."
+            f"the keys' layout has context {keys.degree} and ulysses {keys.ulysses}, the queries' "
+            f"{layout.degree} and {layout.ulysses}; both must match."
         )
 
 
@@ -198,7 +197,7 @@ def check_key_layout(layout: SequenceLayout, keys: SequenceLayout, stride: int) 
     if (keys.num_tokens, keys.ring_degree) != (layout.num_tokens, layout.ring_degree):
         raise ConfigError(
             f"the keys' layout has {keys.num_tokens} tokens on {keys.ring_degree} ring ranks, the queries' "
-            f"{layout.num_tokens} on {layout.ring_degree}; both must agree."
+            f"{layout.num_tokens} on {layout.ring_degree}; both must match."
         )
     if stride and keys != layout:
-        raise ConfigError(f"stride={stride} wants queries and keys in one layout; leave key_layout out.")
+        raise ConfigError(f"stride={stride} needs queries and keys in one layout; leave key_layout out.")

@@ -63,8 +63,8 @@ def check_heads(num_heads: int, num_kv_heads: int, ulysses: int) -> None:
         raise ConfigError(f"{num_kv_heads} key heads do not divide {num_heads} query heads.")
     if ulysses > num_heads:
         raise ConfigError(
-            f"parallel.ulysses={ulysses} is more than the {num_heads} query heads that it spreads.\n"
-            f"Try parallel.ulysses={num_heads} or less; parallel.context may stay, the rest becomes the ring."
+            f"parallel.ulysses={ulysses} exceeds the {num_heads} query heads that it splits.\n"
+            f"Try parallel.ulysses={num_heads} or less; parallel.context may stay, and the other ranks form the ring."
         )
 
 

@@ -80,7 +80,7 @@ class StatePlan:
         if self.causal:
             kind = "causal"
         return (
-            f"{layout.kind} layout of {layout.num_tokens} tokens over {layout.degree} ranks, "
+            f"{layout.kind} layout, {layout.num_tokens} tokens over {layout.degree} ranks, "
             f"{len(self.cu_seqlens) - 1} documents, {kind}"
         )
 
@@ -159,8 +159,8 @@ def _segments(layout: SequenceLayout, cu_seqlens: tuple[int, ...], rank: int) ->
     for run in layout.rank_runs(rank):
         if run.step > 1 and run.count > 1:
             raise ConfigError(
-                f"parallel.layout={layout.kind!r} deals single tokens; linear attention sums over runs of neighbours. "
-                f"Use parallel.layout='contiguous' (or zigzag or balanced)."
+                f"parallel.layout={layout.kind!r} assigns single tokens to ranks; linear attention sums over "
+                f"consecutive tokens. Use parallel.layout='contiguous' (or zigzag or balanced)."
             )
         # Cut the run at document boundaries; empty documents yield no segment.
         start, document = run.start, bisect_right(cu_seqlens, run.start) - 1

@@ -85,7 +85,7 @@ class AllGather:
         received = self.mesh.comm.all_to_all(
             send_buffer,
             self.mesh.ring_group,
-            operation="returning gradients of gathered keys and values",
+            operation="returning gathered KV gradients",
             kind=Kind.GATHERED_GRADIENTS,
         )
         # Ring order, from the next rank on, as in the other transports: sums depend neither on the transport nor on

@@ -101,7 +101,7 @@ class PointToPoint:
     def _own_block(self, own: KeysAndValues) -> KVBlock:
         hop = self.schedule.hop(self.rank, self.rank)
         rows = take_rows(own, hop.rows)
-        assert rows is not None, "a rank has rows of its own"
+        assert rows is not None, "a rank has local rows"
         return KVBlock.of_hop(hop, rows)
 
     def _block(self, hop: int, received: KeysAndValues) -> KVBlock | None:

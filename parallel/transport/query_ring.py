@@ -62,7 +62,7 @@ def merge_gathered(mesh: Mesh, part: PartialResult) -> PartialResult:
     gathered = mesh.comm.all_gather(
         packed,
         mesh.context_group,
-        operation="gathering attention over the keys of its cache",
+        operation="gathering attention over cached keys",
         kind=Kind.CACHED_RESULTS,
     )
     lse_bytes = lse.numel() * lse.element_size()

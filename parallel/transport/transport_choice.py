@@ -46,7 +46,7 @@ def resolve_transport(name: str, mesh: Mesh) -> str:
         return "p2p"
     if name == "two_level" and in_node == 1 and mesh.ranks_per_node > 1 and ring > 1:
         raise ConfigError(
-            f"parallel.transport=two_level needs nodes that hold equally many of the {ring} ranks of a ring; with "
-            f"{mesh.ranks_per_node} ranks a node they do not.\nTry parallel.transport=p2p."
+            f"parallel.transport=two_level needs a ring's {ring} ranks spread evenly over nodes; with "
+            f"{mesh.ranks_per_node} ranks per node they are not.\nTry parallel.transport=p2p."
         )
     return name

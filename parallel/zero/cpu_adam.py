@@ -33,7 +33,7 @@ def compile_cpu_adam() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     folder, started = _folder(), time.perf_counter()
     if not (folder / f"{_NAME}.so").exists():
-        log.info("zero.offload: compiling DeepSpeed's AdamW for this processor into %s, minutes once.", folder)
+        log.info("zero.offload: compiling DeepSpeed's AdamW for this processor into %s (once, takes minutes).", folder)
     wait_for_build(folder / "lock")
     try:
         builder.load(verbose=False)
@@ -41,9 +41,9 @@ def compile_cpu_adam() -> None:
         raise ConfigError(
             f"zero.offload needs DeepSpeed's AdamW, which could not be compiled into {folder}:\n"
             f"{_last_lines(str(error))}\n"
-            "Install g++ and ninja (the environment's bin folder must be in PATH), or take zero.offload=none."
+            "Install g++ and ninja (the environment's bin folder must be in PATH), or set zero.offload=none."
         ) from error
-    log.info("DeepSpeed's AdamW for the machine's memory was ready after %.1f s.", time.perf_counter() - started)
+    log.info("DeepSpeed's CPU AdamW was ready after %.1f s.", time.perf_counter() - started)
 
 
 def wait_for_build(lock: Path) -> None:
@@ -60,11 +60,11 @@ def wait_for_build(lock: Path) -> None:
             return
         if age > _LONGEST_BUILD_SECONDS:
             raise ConfigError(
-                f"zero.offload: {lock} is {age / 60:.0f} minutes old, so a build of DeepSpeed's AdamW was killed "
-                "there.\nRemove that file."
+                f"zero.offload: {lock} is {age / 60:.0f} minutes old, so DeepSpeed's AdamW build was killed.\n"
+                "Remove that file."
             )
         if not waits:
-            log.info("Waiting for another process that compiles DeepSpeed's AdamW (%s).", lock)
+            log.info("Waiting for another process to compile DeepSpeed's AdamW (%s).", lock)
             waits = True
         time.sleep(0.2)
 

@@ -70,7 +70,7 @@ def not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 def named_on_any_rank(found: Tensor, names: Iterable[str]) -> list[str]:
     """Return the names flagged in ``found`` on any rank. Collective; overwrites ``found``."""
-    Communicator().all_reduce(found, world_group(), operation="looking for gradients that are not finite", largest=True)
+    Communicator().all_reduce(found, world_group(), operation="checking for non-finite gradients", largest=True)
     return [name for name, one in zip(names, found.tolist(), strict=True) if one]
 
 

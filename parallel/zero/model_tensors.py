@@ -55,7 +55,7 @@ def mark_experts(model: Task) -> ExpertsAcrossRanks | None:
     if len(own) == num_experts:
         return None
     experts = ExpertsAcrossRanks(num_experts, num_experts // len(own))
-    assert own.start == experts.ep_rank * len(own), "DeepSpeed takes neighbouring ranks to hold neighbouring experts"
+    assert own.start == experts.ep_rank * len(own), "DeepSpeed expects neighbouring ranks to hold neighbouring experts"
     for name, p in model.network.named_parameters():
         if is_expert_weight(name):
             experts.mark(p)

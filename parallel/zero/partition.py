@@ -95,7 +95,7 @@ class Wrapping:
     def _optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         common: dict[str, Any] = {"lr": 0.0, "betas": self.options.betas, "eps": self.options.eps}
         if self.zero.offload != "none":
-            assert self.options.name == "adamw", "what is offloaded is DeepSpeed's AdamW's"
+            assert self.options.name == "adamw", "offload needs DeepSpeed's AdamW"
             return build_cpu_adam(groups, **common)
         # One parameter at a time: the foreach form would need temporaries for all of them at once.
         common |= {"foreach": False, "fused": uses_fused_adamw(accelerator(), self.options.fused)}

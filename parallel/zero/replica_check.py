@@ -198,5 +198,5 @@ def _of_ranks(mine: Tensor) -> list[list[int]]:
     """Return every rank's numbers. Synchronizes with the device."""
     if num_ranks() == 1:
         return [mine.tolist()]
-    operation = "comparing weights with the other ranks"
+    operation = "comparing weights across ranks"
     return Communicator().all_gather(mine, world_group(), operation=operation).tolist()

@@ -106,7 +106,7 @@ class Whole(Partition):
         norms = [torch.nn.utils.get_total_norm(part) for part in (of_others, of_experts)]
         squares = torch.stack([norm.double() ** 2 for norm in norms])
         assert experts.ep_group is not None
-        Communicator().all_reduce(squares[1], experts.ep_group, operation="adding up gradient norms of experts")
+        Communicator().all_reduce(squares[1], experts.ep_group, operation="summing expert gradient norms")
         return float(squares.sum().sqrt())
 
     def _clip_gradients(self, norm: float) -> None:

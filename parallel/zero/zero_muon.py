@@ -38,7 +38,7 @@ _RMS = 0.2
 """Root mean square of AdamW's updates, as measured in training."""
 BUCKET_VALUES = 1 << 26
 """Matrix values exchanged at a time."""
-_OPERATION = "making matrices of Muon's momentum orthogonal"
+_OPERATION = "orthogonalizing Muon's momentum matrices"
 
 
 class Matrices(NamedTuple):
@@ -189,7 +189,7 @@ class FlatMatrices:
 
     def _exchange(self, update_N: Tensor, bucket: Sequence[_Matrix]) -> None:
         """Collect each bucket matrix on its owner, and return the orthogonalized parts to their ranks."""
-        assert self.group is not None, "a matrix that nobody has whole, without other ranks"
+        assert self.group is not None, "a sharded matrix without a process group"
         ranks = range(self.group.size())
         own = self.group.rank()
         by_owner = [[matrix for matrix in bucket if matrix.owner == rank] for rank in ranks]

@@ -110,7 +110,7 @@ def check_device(zero: ZeroOptions, device_type: str) -> None:
     ):
         if wanted and device_type != "cuda":
             raise ConfigError(
-                f"zero.{key}=true needs GPUs: its quantizer says, this op had not been implemented on CPU.\n"
+                f"zero.{key}=true needs GPUs: its quantizer is not implemented on the CPU.\n"
                 f"Leave it out (zero.{key}=false)."
             )
 
@@ -121,6 +121,6 @@ def check_zero(stage: int, dtype: torch.dtype) -> None:
         raise ConfigError(f'zero.stage={stage} must be 0, 1, 2 or 3, or "auto".')
     if stage == 0 and dtype == torch.bfloat16:
         raise ConfigError(
-            "zero.stage=0 with train.dtype=bfloat16 would add gradients up in bfloat16: DeepSpeed refuses fp32 "
+            "zero.stage=0 with train.dtype=bfloat16 would accumulate gradients in bfloat16: DeepSpeed rejects fp32 "
             "accumulation there.\nTry zero.stage=1."
         )

@@ -155,7 +155,7 @@ def _fill_together(out: Tensor, read: Read, group: ProcessGroup) -> None:
         count = len(parts[rank][start : start + block_numel])
         if count:
             read(rank * part_numel + start, own[:count])
-        Communicator().all_gather(own, group, operation="sharing out the model's weights", out=gathered)
+        Communicator().all_gather(own, group, operation="gathering the model's weights", out=gathered)
         for part, values in zip(parts, gathered, strict=True):
             block = part[start : start + block_numel]
             block.copy_(values[: len(block)])

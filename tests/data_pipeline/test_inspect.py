@@ -55,9 +55,9 @@ def test_show_row_counts_from_the_epoch_or_from_a_block(built: Path, monkeypatch
         assert view.num_blocks == state["num_blocks"] > 3
         next(loader)
     assert state["block"] > 1
-    with pytest.raises(ConfigError, match=r"row=600 is not in block 1 of this epoch, which has rows 0 to \d+"):
+    with pytest.raises(ConfigError, match=r"row=600 is out of range: block 1 has rows 0 to \d+"):
         show_row(built, seq_len=512, row=600, block=1)
-    with pytest.raises(ConfigError, match=r"row=-1 is not in this epoch, which has rows 0 to \d+"):
+    with pytest.raises(ConfigError, match=r"row=-1 is out of range: this epoch has rows 0 to \d+"):
         show_row(built, seq_len=512, row=-1)
 
 
@@ -72,7 +72,7 @@ def test_show_row_shows_both_ends(built: Path, corpus: Path):
 
 
 def test_show_row_outside_the_epoch(built: Path):
-    with pytest.raises(ConfigError, match=r"row=99999 is not in this epoch, which has rows 0 to \d+"):
+    with pytest.raises(ConfigError, match=r"row=99999 is out of range: this epoch has rows 0 to \d+"):
         show_row(built, seq_len=512, row=99_999)
     with pytest.raises(ConfigError, match="seq_len=0"):
         describe(built, seq_len=0)
@@ -107,8 +107,8 @@ def test_verify_finds_ids_outside_the_vocabulary(tokenizer: Tokenizer, tmp_path:
     # Of a folder without the largest id the file itself is asked.
     edit(tmp_path / "manifest.json", lambda m: m["shards"][0].pop("num_ids"), seal=True)
     problems = find_problems(tmp_path)
-    assert "has vocab_size=699 and padding=3, the tokenizer beside it 700 and 3" in problems[0]
-    assert problems[1:] == [f"{tmp_path / '00000.arrow'} holds id 699, outside the vocabulary of 699."]
+    assert "has vocab_size=699 and padding=3, but its tokenizer has 700 and 3" in problems[0]
+    assert problems[1:] == [f"{tmp_path / '00000.arrow'} contains id 699, outside the vocabulary of 699."]
 
 
 def test_a_folder_that_is_none(tmp_path: Path):

@@ -271,7 +271,7 @@ def check(accident: Accident, outcome: Outcome) -> None:
 
 def check_stop(accident: Accident, outcome: Outcome) -> None:
     """Once there are steps, Ctrl-C asks all ranks to save and stop; behind the last step there is nothing to stop."""
-    said = outcome.text.count("Stopped behind step")
+    said = outcome.text.count("Stopped after step")
     if accident.launcher == "none":
         assert outcome.codes == [STOPPED * said] * accident.ranks, f"{accident}: {outcome.codes}\n{outcome.text}"
     assert said <= 1, f"{accident}\n{outcome.text}"

@@ -129,8 +129,8 @@ def test_a_main_thread_that_waits_for_ever_is_named_outside_of_attention(place, 
 @pytest.mark.parametrize(
     ("kind", "rank", "words"),
     [
-        ("exit", 1, "rank 1 of 3 did not come to"),
-        ("stop", 2, "rank 2 of 3 did not come to"),
+        ("exit", 1, "rank 1 of 3 did not join at"),
+        ("stop", 2, "rank 2 of 3 did not join at"),
     ],
 )
 def test_a_rank_that_does_not_come_is_named(kind, rank, words, shards, tmp_path):

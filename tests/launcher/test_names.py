@@ -54,14 +54,14 @@ def test_a_folder_of_that_name_on_the_path(tmp_path):
     written(tmp_path / "parallel" / "__init__.py")
     ended = start(tmp_path, REPOSITORY)
     assert ended.returncode == 1
-    assert f"take {tmp_path} out of PYTHONPATH" in ended.stderr
+    assert f"remove {tmp_path} from PYTHONPATH" in ended.stderr
 
 
 def test_set_up_names_every_other_owner(tmp_path, monkeypatch):
     other_distribution(tmp_path, "parallel", "0.2.5", "parallel")
     monkeypatch.syspath_prepend(tmp_path)
     (said,) = [line for line in find_other_owners() if line.startswith("parallel")]
-    assert "parallel 0.2.5, which is not a part of longctx-train, provides the package parallel too" in said
+    assert "parallel 0.2.5, which does not belong to longctx-train, also provides the package parallel" in said
 
 
 def test_a_distribution_that_wrote_over_a_file_of_ours(tmp_path):

@@ -42,10 +42,10 @@ def held(tmp_path: Path) -> Iterator[int]:
 
 
 def test_a_folder_belongs_to_one_process_until_that_ends(held: int, tmp_path: Path, capfd):
-    with pytest.raises(ClusterError, match=rf"belongs to a run that is under way: process {held} on .* since"):
+    with pytest.raises(ClusterError, match=rf"is in use by another run: process {held} on .* since"):
         hold_folder(tmp_path, wait_seconds=0.25)
     said = capfd.readouterr().err
-    assert said.count("Waiting 0 s at most for it to end.") == 1, "at once, and once"
+    assert said.count("Waiting up to 0 s for it to end.") == 1, "at once, and once"
     assert f"process {held} on" in said
     os.kill(held, signal.SIGKILL)
     os.waitpid(held, 0)
@@ -86,7 +86,7 @@ def test_a_full_log_is_said_once(capsys: pytest.CaptureFixture[str]):
         if name == "launcher.cluster.exit":
             assert said == ""
         elif said:
-            assert said == "Lines are missing from /dev/full: errno 28. The run goes on.\n"
+            assert said == "Log lines are missing from /dev/full: errno 28. The run continues.\n"
             break
     else:
         pytest.fail("nothing was said")

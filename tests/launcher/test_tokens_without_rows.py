@@ -65,7 +65,7 @@ def test_generation_refuses_a_prompt_with_the_token_and_no_other(capsys, model):
     # What spells a special token is text.
     assert call(capsys, *words, f"{PLAIN} [PAD]")[0] == 0
     code, _, err = call(capsys, *words, "a <tool> b")
-    assert (code, f"<tool> ({SIZE + 1})" in err, f"rows for the ids 0 to {SIZE - 1}" in err) == (2, True, True)
+    assert (code, f"<tool> ({SIZE + 1})" in err, f"rows for ids 0 to {SIZE - 1}" in err) == (2, True, True)
 
 
 def test_an_evaluation_refuses_a_text_with_the_token_and_no_other(capsys, model, tmp_path):
@@ -109,7 +109,7 @@ def test_a_recorded_id_that_is_not_the_largest_is_found(capsys, model, tmp_path)
     data = build(capsys, model, tmp_path, *["<tool>"] * 4)
     rewrite(data, lambda entry: entry.update(num_ids=5))
     code, out, err = call(capsys, "data", "verify", data)
-    assert (code, "says num_ids=5" in out + err) == (1, True)
+    assert (code, "has num_ids=5" in out + err) == (1, True)
 
 
 def test_lm_eval_refuses_a_request_with_the_token_and_no_other(model):
@@ -149,7 +149,7 @@ def test_transformers_loads_what_is_exported(model, tmp_path, caplog, named):
     assert f"pad_token_id={named}" in done.logits_skip_reason
     done = export_checkpoint(tmp_path / "in", tmp_path / "out", verify="logits")
     assert done.logits is not None
-    assert f"config.json gets pad_token_id=null and not {named}" in caplog.text
+    assert f"config.json gets pad_token_id=null instead of {named}" in caplog.text
     # The same for a tokenizer that is asked for.
     done = export_checkpoint(tmp_path / "in", tmp_path / "other", tokenizer=model, verify="logits")
     assert done.logits is not None
@@ -160,7 +160,7 @@ def test_several_begin_ids_become_one_in_an_export(tmp_path, caplog):
     done = import_hf(source, tmp_path / "in", verify="auto")
     assert "bos_token_id=[0, 3]" in (done.logits_skip_reason or "")
     assert export_checkpoint(tmp_path / "in", tmp_path / "out", verify="logits").logits is not None
-    assert "config.json gets bos_token_id=0 and not [0, 3]" in caplog.text
+    assert "config.json gets bos_token_id=0 instead of [0, 3]" in caplog.text
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (0, [1, 5])
 
@@ -178,6 +178,6 @@ def test_a_run_starts_from_it_and_its_export_loads(capsys, model, tmp_path):
     data = build(capsys, model, tmp_path, *[PLAIN] * 24, held_out=0.3)
     run(train_from, 2, data, model, tmp_path / "run")
     log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
-    assert "A text that has one of these tokens is refused: <tool> (262)" in log
+    assert "Texts with these tokens are rejected: <tool> (262)" in log
     assert export_checkpoint(tmp_path / "run", tmp_path / "out", verify="logits").logits is not None
     assert call(capsys, "generate", "--checkpoint", tmp_path / "run", "--prompt", "def", "--max-new-tokens", 2)[0] == 0

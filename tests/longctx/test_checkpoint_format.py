@@ -157,13 +157,15 @@ def test_no_value_of_a_damaged_block_is_used(tmp_path, small_blocks):
                 out = torch.where(out == -1, whole, out)
             assert torch.equal(out, whole), "what was filled is right"
         assert damaged, at
-        assert CheckpointReader(folder).verify() == ["f0.safetensors is damaged: its xxh3-128 is not the manifest's"]
+        assert CheckpointReader(folder).verify() == [
+            "f0.safetensors is damaged: its xxh3-128 differs from the manifest's"
+        ]
 
 
 def test_blocks_without_a_hash_are_refused(tmp_path):
     folder = write(tmp_path / "c")
     manifest = manifest_of(folder)
-    for hashes, said in {"": "0 hashes of blocks", "0" * 64: "2 hashes of blocks", "z" * 32: "no row of"}.items():
+    for hashes, said in {"": "0 block hashes", "0" * 64: "2 block hashes", "z" * 32: "sequence of"}.items():
         manifest["files"]["f0.safetensors"]["blocks"] = hashes
         with pytest.raises(CheckpointError, match=said):
             CheckpointReader(seal(folder, manifest))
@@ -223,7 +225,7 @@ def test_a_piece_is_what_the_manifest_says(tmp_path, content):
     manifest = manifest_of(folder)
     manifest["files"]["f0.safetensors"] = describe_file(folder / "f0.safetensors")
     seal(folder, manifest)
-    with pytest.raises(CheckpointError, match=r"the manifest says F32 \[20\]"):
+    with pytest.raises(CheckpointError, match=r"the manifest lists F32 \[20\]"):
         CheckpointReader(folder).read("a.weight")
 
 
@@ -256,7 +258,7 @@ def test_damaged_manifests_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match=said):
             CheckpointReader(folder)
     (folder / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
         CheckpointReader(folder)
 
 

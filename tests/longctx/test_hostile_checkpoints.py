@@ -156,76 +156,76 @@ PATHS = ("../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", ".hi
          "", "C:x.safetensors")  # fmt: skip
 
 FORGED: dict[str, tuple[Callable[[Body], None], str]] = {
-    **{f"a file {path[:24]!r}": (file_named(path), "is no name of a") for path in PATHS},
+    **{f"a file {path[:24]!r}": (file_named(path), "is not a plain file name") for path in PATHS},
     "the manifest as a file": (
         lambda body: body["files"].update({MANIFEST: {"bytes": 9, "hash": "0" * 32}}),
-        "cannot vouch for itself",
+        "cannot list itself",
     ),
-    "a piece in the manifest": (piece(file=MANIFEST), r"no name of a \.safetensors file"),
-    "a piece in a pickle": (piece(file="master.bin"), r"no name of a \.safetensors file"),
-    "a piece in another file": (piece(file="other.safetensors"), r"lies in the unlisted file other\.safetensors"),
-    "a piece elsewhere": (piece(file="../master.safetensors"), r"no name of a \.safetensors file"),
-    "a file that is a number": (piece(file=3), "file=3 is no name"),
-    "a key that is a list": (piece(key=[]), r"key=\[\] is no printable name"),
+    "a piece in the manifest": (piece(file=MANIFEST), r"not a \.safetensors file name"),
+    "a piece in a pickle": (piece(file="master.bin"), r"not a \.safetensors file name"),
+    "a piece in another file": (piece(file="other.safetensors"), r"is stored in the unlisted file other\.safetensors"),
+    "a piece elsewhere": (piece(file="../master.safetensors"), r"not a \.safetensors file name"),
+    "a file that is a number": (piece(file=3), "file=3 is not a name"),
+    "a key that is a list": (piece(key=[]), r"key=\[\] is not a printable name"),
     "a key that is not there": (piece(key="nobody"), "nobody"),
-    "a key without end": (piece(key="k" * 10_000), "is no printable name of 1 to 400 characters"),
-    "a start below zero": (piece(start=-1), "start=-1 is no whole number from 0"),
-    "a start in the middle": (piece(start=1), "not covered once at value 0"),
+    "a key without end": (piece(key="k" * 10_000), "is not a printable name with 1 to 400 characters"),
+    "a start below zero": (piece(start=-1), "start=-1 is not an integer from 0"),
+    "a start in the middle": (piece(start=1), "has a gap or an overlap at value 0"),
     "a size beyond the tensor": (piece(numel=33), "ends at value 33 of 32"),
     "a size short of the tensor": (piece(numel=31), "ends at value 31 of 32"),
-    "a gap": (cut((0, 8), (9, 23)), "not covered once at value 8"),
-    "a range twice": (cut((0, 16), (0, 16), (16, 16)), "not covered once at value 16"),
-    "two tensors in one place": (aliased, "where another piece lies"),
-    "values beyond every disk": (pieces_of_nothing, "bytes, the manifest says|has shape|cannot be read|F32"),
-    "a shape of 10^18 values": (changed("tensors", NORM, "shape", value=[10**9, 10**9]), "more values than any file"),
-    "a shape of many sizes": (changed("tensors", NORM, "shape", value=[1] * 10_000), "has 10000 entries, and may have"),
-    "a shape that is a number": (changed("tensors", NORM, "shape", value=32), "shape=32 is no list"),
+    "a gap": (cut((0, 8), (9, 23)), "has a gap or an overlap at value 8"),
+    "a range twice": (cut((0, 16), (0, 16), (16, 16)), "has a gap or an overlap at value 16"),
+    "two tensors in one place": (aliased, "with another piece"),
+    "values beyond every disk": (pieces_of_nothing, "in the manifest|has shape|cannot be read|F32"),
+    "a shape of 10^18 values": (changed("tensors", NORM, "shape", value=[10**9, 10**9]), "too many values for a file"),
+    "a shape of many sizes": (changed("tensors", NORM, "shape", value=[1] * 10_000), "has 10000 entries; expected"),
+    "a shape that is a number": (changed("tensors", NORM, "shape", value=32), "shape=32 is not a list"),
     "another shape of as many values": (changed("tensors", NORM, "shape", value=[4, 8]), "instead of"),
-    "tensors of nobody": (more_tensors, "model.layers.7.of_nobody|bytes, and its pieces"),
+    "tensors of nobody": (more_tensors, "model.layers.7.of_nobody|bytes, but its pieces"),
     "a tensor less": (without("tensors", NORM), "missing|lacks|model.norm.weight"),
-    "no tensors": (changed("tensors", value={}), "needs at least 1"),
-    "a tensor of no name": (changed("tensors", "", value={"shape": [], "roles": {}}), "is no printable name"),
-    "a tensor that paints": (changed("tensors", "\x1b[31m", value={"shape": [], "roles": {}}), "is no printable name"),
-    "roles that are a list": (changed("tensors", NORM, "roles", value=[]), "is no object"),
+    "no tensors": (changed("tensors", value={}), "expected at least 1"),
+    "a tensor of no name": (changed("tensors", "", value={"shape": [], "roles": {}}), "is not a printable name"),
+    "a tensor that paints": (changed("tensors", "\x1b[31m", value={"shape": [], "roles": {}}), "not a printable name"),
+    "roles that are a list": (changed("tensors", NORM, "roles", value=[]), "is not an object"),
     "a role of another name": (changed("tensors", NORM, "roles", value={"slave": []}), "none of master"),
-    "no role": (changed("tensors", NORM, "roles", value={}), "must all have"),
-    "one role more": (changed("tensors", NORM, "roles", "exp_avg", value=[]), "ends at value 0|must all have"),
-    "a piece with a key more": (piece(more=1), "has the key 'more'"),
-    "files that are a list": (changed("files", value=[FILE]), "files=.* is no object"),
+    "no role": (changed("tensors", NORM, "roles", value={}), "buffers have only the master"),
+    "one role more": (changed("tensors", NORM, "roles", "exp_avg", value=[]), "ends at value 0|only the master"),
+    "a piece with a key more": (piece(more=1), "has the unknown key 'more'"),
+    "files that are a list": (changed("files", value=[FILE]), "files=.* is not an object"),
     "a file without a hash": (without("files", FILE, "hash"), "lacks hash"),
-    "a hash that is none": (changed("files", FILE, "hash", value="0" * 31), "is no checksum of 32 hex digits"),
-    "bytes below zero": (changed("files", FILE, "bytes", value=-1), "is no whole number"),
-    "bytes that are too few": (changed("files", FILE, "bytes", value=1000), "has 1000 bytes, and its pieces"),
-    "bytes that are too many": (claim_bytes(2**53), "bytes, the manifest says"),
-    "blocks that are too few": (changed("files", FILE, "blocks", value=""), "and 0 hashes of blocks"),
-    "blocks that are too many": (changed("files", FILE, "blocks", value="0" * 32_000), "and 1000 hashes of blocks"),
-    "blocks that are a list": (changed("files", FILE, "blocks", value=["0" * 32]), "is no row of checksums"),
+    "a hash that is none": (changed("files", FILE, "hash", value="0" * 31), "is not a checksum of 32 hex digits"),
+    "bytes below zero": (changed("files", FILE, "bytes", value=-1), "is not an integer"),
+    "bytes that are too few": (changed("files", FILE, "bytes", value=1000), "has 1000 bytes, but its pieces"),
+    "bytes that are too many": (claim_bytes(2**53), "bytes, but .* in the manifest"),
+    "blocks that are too few": (changed("files", FILE, "blocks", value=""), "but 0 block hashes"),
+    "blocks that are too many": (changed("files", FILE, "blocks", value="0" * 32_000), "but 1000 block hashes"),
+    "blocks that are a list": (changed("files", FILE, "blocks", value=["0" * 32]), "sequence of 32-digit"),
     "blocks of another file": (changed("files", FILE, "blocks", value="0" * 32), "is damaged: bytes 0 to "),
     "a dtype that is none": (changed("dtype", value="Tensor"), "dtype='Tensor' is none of float32"),
     "an import's dtype": (changed("training", "imported", "dtype", value="nn"), "is none of float32"),
-    "an import's ids": (changed("training", "imported", "token_ids", value={"eos_token_id": 10**20}), "whole number"),
-    "an import that is text": (changed("training", "imported", value="x"), "imported='x' is no object"),
-    "training that is a list": (changed("training", value=[]), r"training=\[\] is no object"),
+    "an import's ids": (changed("training", "imported", "token_ids", value={"eos_token_id": 10**20}), "not an integer"),
+    "an import that is text": (changed("training", "imported", value="x"), "imported='x' is not an object"),
+    "training that is a list": (changed("training", value=[]), r"training=\[\] is not an object"),
     "no training": (without("training"), "lacks training"),
-    "a step of training below zero": (changed("training", "step", value=-1), "training.step=-1 is no whole number"),
+    "a step of training below zero": (changed("training", "step", value=-1), "training.step=-1 is not an integer"),
     "a world of nobody": (changed("training", "world_size", value=0), "training.world_size=0"),
     "loads that are ragged": (changed("training", "expert_load", value=[[1], [1, 2]]), "rows of different lengths"),
-    "loads that are text": (changed("training", "expert_load", value=[["a"]]), "='a' is no number"),
-    "a config that is text": (changed("training", "config", value="x"), "config='x' is no object"),
+    "loads that are text": (changed("training", "expert_load", value=[["a"]]), "='a' is not a number"),
+    "a config that is text": (changed("training", "config", value="x"), "config='x' is not an object"),
     "a version that is true": (changed("version", value=True), "format version True"),
-    "a model that is a list": (changed("model", value=[]), r"model=\[\] is no object"),
+    "a model that is a list": (changed("model", value=[]), r"model=\[\] is not an object"),
     "10^6 layers": (model("num_layers", 10**6), r"must be at most 4,096"),
-    "more layers than tensors": (model("num_layers", 4000), r"4,000 layers, and only"),
-    "layers by name alone": (many_layers(4000), "parameters, and its tensors only|missing"),
+    "more layers than tensors": (model("num_layers", 4000), r"4,000 layers, but only"),
+    "layers by name alone": (many_layers(4000), "parameters, but its tensors only|missing"),
     "no layers": (model("num_layers", 0), "must be at least 1"),
     "half a layer": (model("num_layers", 1.5), "must be a whole number"),
     "10^6 experts": (model("num_experts", 10**6), "must be at most 65,536"),
-    "65,536 experts": (model("num_experts", 65_536), "parameters, and its tensors only"),
-    "a wide model": (model("hidden_size", 2**20), "parameters, and its tensors only"),
+    "65,536 experts": (model("num_experts", 65_536), "parameters, but its tensors only"),
+    "a wide model": (model("hidden_size", 2**20), "parameters, but its tensors only"),
     "a model without end": (model("hidden_size", 10**18), "must be at most"),
-    "kinds of layers that are none": (model("layers", ["full" * 10_000]), "must name one or more of"),
+    "kinds of layers that are none": (model("layers", ["full" * 10_000]), "must list one or more of"),
     "kinds in kinds": (model("layers", [["full"]]), "must be a list"),
-    "dense layers beyond": (model("dense_layers", list(range(100_000))), "names 100000 layers"),
+    "dense layers beyond": (model("dense_layers", list(range(100_000))), "lists 100000 layers"),
     "an activation of a megabyte": (model("activation", "a" * 2**20), "is unknown"),
     "a key of another release": (model("num_wings", 2), "unknown model keys"),
     "many keys of another release": (
@@ -276,10 +276,10 @@ def test_a_sealed_manifest_that_cannot_be_right_is_refused(folder: Path, tmp_pat
 
 
 TEXTS = HOSTILE_JSON | {
-    "a million keys": (b"{" + b",".join(b'"%d":0' % n for n in range(1_400_000)) + b"}", "values, and such a file"),
-    "text": (b'"longctx-checkpoint"', "not the manifest"),
-    "a list": (b"[]", "not the manifest"),
-    "a format that is a list": (b'{"format": ["longctx-checkpoint"]}', "not the manifest"),
+    "a million keys": (b"{" + b",".join(b'"%d":0' % n for n in range(1_400_000)) + b"}", "values; the limit is"),
+    "text": (b'"longctx-checkpoint"', "not a longctx checkpoint"),
+    "a list": (b"[]", "not a longctx checkpoint"),
+    "a format that is a list": (b'{"format": ["longctx-checkpoint"]}', "not a longctx checkpoint"),
 }
 
 
@@ -296,12 +296,12 @@ class TestOtherFiles:
     def test_a_manifest_of_ten_gigabytes_is_not_read(self, folder: Path, tmp_path: Path):
         put_sparse_file(folder / MANIFEST, 10 * 2**30)
         for action in open_in_every_way(folder, tmp_path / "hf"):
-            assert "10,737,418,240 bytes, and such a file has at most" in refusal(action)
+            assert "10,737,418,240 bytes; the limit is" in refusal(action)
 
     def test_a_manifest_may_be_larger_where_it_has_files_to_describe(self, folder: Path):
         body = json.loads((folder / MANIFEST).read_text())
         seal(folder, body | {"training": {"note": "x" * 2**25}})
-        assert "such a file has at most" in refusal(lambda: CheckpointReader(folder))
+        assert "; the limit is" in refusal(lambda: CheckpointReader(folder))
         put_sparse_file(folder / "rank_00001.safetensors", 2**24)
         CheckpointReader(folder)
 
@@ -310,7 +310,7 @@ class TestOtherFiles:
         (folder / name).rename(tmp_path / "elsewhere")
         (folder / name).symlink_to(tmp_path / "elsewhere")
         for action in open_in_every_way(folder, tmp_path / "hf"):
-            assert "leads out of its folder" in refusal(action)
+            assert "links outside of its folder" in refusal(action)
 
     @pytest.mark.parametrize("name", [MANIFEST, FILE])
     @pytest.mark.parametrize("kind", ["pipe", "folder", "itself", "nothing"])
@@ -344,4 +344,4 @@ class TestOtherFiles:
         body["files"][FILE] = {"bytes": (folder / FILE).stat().st_size, "hash": hash_file(folder / FILE)}
         seal(folder, body)
         for action in open_in_every_way(folder, tmp_path / "hf"):
-            assert "the manifest says F32 [32]" in refusal(action)
+            assert "the manifest lists F32 [32]" in refusal(action)

@@ -38,13 +38,12 @@ class DuplicateRule:
                 raise DataError(f"{name}={value} is not known. Try {', '.join(known)}.")
         if not 0.1 <= self.similarity <= 1:
             raise DataError(
-                f"similarity={self.similarity} must be from 0.1 to 1, where 1 is the same shingles. "
-                f"Try {DEFAULT_SIMILARITY}."
+                f"similarity={self.similarity} must be from 0.1 to 1 (1: identical shingles). Try {DEFAULT_SIMILARITY}."
             )
         if not 16 <= self.permutations <= 4096:
             raise DataError(
-                f"permutations={self.permutations} must be from 16 to 4096: fewer tell nothing, more cost 2 bytes a "
-                f"document each. Try {DEFAULT_PERMUTATIONS}."
+                f"permutations={self.permutations} must be from 16 to 4096: fewer are too inaccurate, and each costs "
+                f"2 bytes per document. Try {DEFAULT_PERMUTATIONS}."
             )
         if not 1 <= self.size <= 1000:
             raise DataError(f"shingle_size={self.size} must be from 1 to 1000. Try {_DEFAULT_SIZES[self.shingles]}.")
@@ -52,8 +51,8 @@ class DuplicateRule:
         near_settings = (self.similarity, self.shingles, self.shingle_size, self.permutations)
         if not self.finds_near and near_settings != (DEFAULT_SIMILARITY, "words", None, DEFAULT_PERMUTATIONS):
             raise DataError(
-                f"similarity, shingles, shingle_size and permutations say what near duplicates are, and duplicates="
-                f"{self.kind} looks for none.\nAsk for near duplicates with --duplicates near, or leave these out."
+                f"similarity, shingles, shingle_size and permutations apply only to near duplicates, but duplicates="
+                f"{self.kind} does not detect these.\nSet --duplicates near, or leave these options out."
             )
 
     @property

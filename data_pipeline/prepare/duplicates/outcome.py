@@ -206,8 +206,8 @@ class PartDecision:
 
 def _changed(subject: str) -> str:
     return (
-        f"{subject} changed while the build read it: it is not what was compared for duplicates.\n"
-        "Build again with --overwrite (overwrite=True) when nobody writes there any more."
+        f"{subject} changed during the build: it differs from the version that was compared for duplicates.\n"
+        "Stop other writers, then build again with --overwrite (overwrite=True)."
     )
 
 

@@ -94,7 +94,7 @@ def find_duplicates(
     found = {number: SignedRecord.load(folder) for number, folder in folders.items()}
     records = {number: record for number, record in found.items() if record is not None}
     if records:
-        say(f"going on: the texts of {len(records)} of {len(parts)} parts are hashed")
+        say(f"resuming: {len(records)} of {len(parts)} parts are already hashed")
     tasks = [PartTask(part=part, folder=folders[part.number], signs=True) for part in parts]
     context.carry_out(tasks, records, advance=advance)
     signed = [SignedPart(folders[part.number], records[part.number].documents, job.duplicates) for part in parts]

@@ -57,7 +57,7 @@ def open_cluster(address: str | None = None, *, say: Callable[[str], None] = log
         nodes = _nodes(ray)
         cpus = sum(node["Resources"].get("CPU", 0) for node in nodes)
         where = ray.get_runtime_context().gcs_address
-        say(f"Ray cluster at {where} (CPUs: {cpus:g}, nodes that have any: {len(nodes)})")
+        say(f"Ray cluster at {where} (CPUs: {cpus:g}, nodes with CPUs: {len(nodes)})")
         yield RayEngine(ray)
     finally:
         if ours:
@@ -80,8 +80,8 @@ def _connect(ray: Any, address: str | None) -> None:
     named = address or os.environ.get("RAY_ADDRESS")
     if named is not None and named.startswith("ray://"):
         raise ConfigError(
-            f"--ray-address {named} is one of Ray Client, which runs no build.\n"
-            "Start the command on a machine of the cluster, with --ray-address auto."
+            f"--ray-address {named} is a Ray Client address, which builds do not support.\n"
+            "Run the command on a cluster node with --ray-address auto."
         )
     _check_listens(named)
     try:
@@ -104,8 +104,8 @@ def _check_listens(address: str | None) -> None:
 
 def _no_answer(address: str, reason: str) -> str:
     return (
-        f"--ray-address {address}: no Ray cluster answers ({reason}).\n"
-        "Start one with `ray start --head`, or leave the address out for this machine alone."
+        f"--ray-address {address}: no Ray cluster responds ({reason}).\n"
+        "Start one with `ray start --head`, or unset --ray-address and RAY_ADDRESS to use only this machine."
     )
 
 
@@ -134,7 +134,7 @@ class RayEngine:
         nodes = _nodes(self._ray)
         workers = context.workers or int(sum(node["Resources"]["CPU"] for node in nodes))
         if not workers:
-            raise ClusterError("the Ray cluster has no CPU. Add a node with `ray start`, or say --workers.")
+            raise ClusterError("the Ray cluster has no CPU. Add a node with `ray start`, or set --workers.")
         _sweep(tasks)
         with _shown(context.staging.folder) as node_check:
             self._check_nodes(nodes, node_check)
@@ -159,7 +159,7 @@ class RayEngine:
         _, missing_ranks = ray.wait(list(checks), num_returns=len(checks), timeout=_SECONDS_TO_START)
         if missing_ranks:
             raise ClusterError(
-                f"{_name(checks[missing_ranks[0]])} does not answer. Restart it, or take it off the cluster."
+                f"{_name(checks[missing_ranks[0]])} does not respond. Restart it, or remove it from the cluster."
             )
         for ref, node in checks.items():
             try:
@@ -167,14 +167,14 @@ class RayEngine:
             except ray.exceptions.RayTaskError as error:
                 reason = _reason(error.cause)
                 raise ClusterError(
-                    f"{_name(node)} cannot run longctx ({reason}).\nInstall the same release there as here."
+                    f"{_name(node)} cannot run longctx ({reason}).\nInstall this machine's longctx release there."
                 ) from error
             except ray.exceptions.RayError as error:
                 # It gets no part now: its worker, if it ever starts one, is checked in the same way.
-                logger.warning("%s was lost before it was asked anything (%s)", _name(node), _reason(error))
+                logger.warning("%s was lost before its check (%s)", _name(node), _reason(error))
                 continue
             if problem is None and not node_check.has_answer(node["NodeID"]):
-                problem = f"sees another {node_check.folder} than this machine.\n{SHARED}"
+                problem = f"mounts a different {node_check.folder} than this machine.\n{SHARED}"
             if problem is not None:
                 raise ClusterError(f"{_name(node)} {problem}")
 
@@ -266,7 +266,7 @@ class _Shift:
             self._last_report_time = now
         elif now > self._last_report_time + _SECONDS_BETWEEN_COMPLAINTS:
             self._last_report_time = now
-            logger.warning("no CPU of the Ray cluster is free: waiting for one (`ray status` says who has them)")
+            logger.warning("no CPU in the Ray cluster is free: waiting for one (`ray status` shows their usage)")
         return [worker_of_ref[ref] for ref in ready]
 
     def _take(self, worker: _Worker, report: Report | str | None, finished: OnPart) -> None:
@@ -301,18 +301,18 @@ class _Shift:
         if worker.task is None:
             self._failed_starts += 1
             if self._failed_starts >= ATTEMPTS:
-                raise ClusterError(f"{ATTEMPTS} workers ended as soon as they began ({reason}).\n{KEPT}") from error
+                raise ClusterError(f"{ATTEMPTS} workers exited during startup ({reason}).\n{KEPT}") from error
             return
         task = worker.task
         self._losses[task.part.number] += 1
         num_losses = self._losses[task.part.number]
         if num_losses >= ATTEMPTS:
             raise ClusterError(
-                f"{num_losses} workers were lost while they {task.done} {task.part}, the last of them {worker.name} "
-                f"({reason}).\n{KEPT} Try fewer --workers: most often memory is full."
+                f"{num_losses} workers were lost while they {task.done} {task.part}, most recently {worker.name} "
+                f"({reason}).\n{KEPT} Try fewer --workers: the usual cause is full memory."
             ) from error
         logger.warning(
-            "%s was lost while it %s %s (%s): the part is handed out again, %d of %d",
+            "%s was lost while it %s %s (%s): retrying the part, attempt %d of %d",
             *(worker.name, task.done, task.part, reason, num_losses + 1, ATTEMPTS),
         )
         # Queue it first, so that the others need not wait for it at the end.

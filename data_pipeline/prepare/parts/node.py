@@ -62,7 +62,8 @@ class NodeCheck:
         for library, version in self.versions.items():
             if found[library] != version:
                 return (
-                    f"has {library} {found[library]}, and here it is {version}: shards could differ.\nInstall the same."
+                    f"has {library} {found[library]}, this machine has {version}: shards could differ.\n"
+                    "Install the same version."
                 )
         # The token proves that this machine mounts the same folder and not merely the same path.
         if not _is_seen(self.folder / self.token, self.token):
@@ -79,8 +80,8 @@ class NodeCheck:
 
 
 SHARED = (
-    "Name an --output on a file system that every node mounts in the same place; "
-    "for a store's URL, set LONGCTX_CACHE to a folder on one."
+    "Choose an --output on a file system that every node mounts at the same path; "
+    "for a store URL, set LONGCTX_CACHE to a folder on one."
 )
 
 

@@ -226,9 +226,9 @@ def group_characters(threads: int) -> int:
 def mismatch_message(difference: TextMismatch, tokenizer: Tokenizer) -> str:
     """Return a message about why a document is rejected, and how to keep every character."""
     return (
-        f"{difference}: it does not come back exactly from its ids by {tokenizer.path}.\n"
-        "Leave --exact out to count such documents, or train a tokenizer with `longctx tokenizer train`, which keeps "
-        "every character."
+        f"{difference}: it does not round-trip exactly through {tokenizer.path}.\n"
+        "Leave --exact out to count such documents, or train a tokenizer with `longctx tokenizer train`, which "
+        "preserves every character."
     )
 
 

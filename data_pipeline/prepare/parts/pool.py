@@ -142,7 +142,7 @@ class _Worker:
             code = self._process.wait()
             how = f"ended with code {code}."
             if code < 0:
-                how = f"was killed by {signal.Signals(-code).name}: most often the machine's memory was full."
+                how = f"was killed by {signal.Signals(-code).name}: the usual cause is full memory."
             subject = "a worker"
             if self._task is not None:
                 subject = f"the worker that {self._task.done} {self._task.part}"

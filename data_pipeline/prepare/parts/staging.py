@@ -36,7 +36,7 @@ _SIGNATURES, _DECISIONS = "signatures", "decisions"
 _LAST_BREATH_SECONDS = 30.0
 """Time for which workers of a killed build may still hold its lock: they end once their connection closes."""
 
-KEPT = "Finished parts are kept: the same command goes on from them."
+KEPT = "Finished parts are kept: run the same command again to resume."
 """Message for a build that ends early."""
 
 Recipe = dict[str, Any]
@@ -194,16 +194,16 @@ def _resolve_recipe(folder: Path, output: Path, recipe: Recipe, *, overwrite: bo
     if found is None:
         other_files = sorted({entry.name for entry in folder.iterdir()} - {_LOCK, _RECIPE})
         if any(not name.startswith(f".{_RECIPE}.") for name in other_files):
-            raise DataError(f"{folder} is needed for the build and holds {other_files[0]}. Remove it.")
+            raise DataError(f"{folder} is reserved for the build but contains {other_files[0]}. Remove it.")
     elif _has_finished_parts(folder) and not overwrite:
         mismatches = [key for key in content if not isinstance(found, dict) or found.get(key) != content[key]]
         raise DataError(
-            f"{folder} holds the finished parts of a build of {output} from another {' and '.join(mismatches)}.\n"
-            "Go on with that build, begin anew with --overwrite (overwrite=True), or remove the folder."
+            f"{folder} contains finished parts from a build of {output} with another {' and '.join(mismatches)}.\n"
+            "Resume that build, start over with --overwrite (overwrite=True), or remove the folder."
         )
     else:
         if _has_finished_parts(folder):
-            say(f"removing the parts of another build from {folder}")
+            say(f"removing another build's parts from {folder}")
         for name in (_PARTS, _WHOLE, _SIGNATURES, _DECISIONS):
             shutil.rmtree(folder / name, ignore_errors=True)
     write_atomically(path, json.dumps(content).encode())

@@ -71,7 +71,7 @@ def open_piece(piece: FilePiece) -> Iterator[OpenFile]:
         if size != file.size:
             raise DataError(
                 f"{file.path} has changed since it was listed: it had {file.size:,} bytes and has {size:,}.\n"
-                "Start again when nobody writes to it any more."
+                "Stop other writers, then start again."
             )
         if file.format.compression:
             yield OpenFile(piece, raw, cast(BinaryIO, Decompressed(raw, file.format.compression)))

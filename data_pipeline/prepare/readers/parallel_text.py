@@ -52,7 +52,7 @@ def _without_suffix(file: File, ending: str) -> str | None:
 
 def check_lines(source: OpenFile, fields: Fields) -> Skip | None:
     """Compare the two files' line counts; return a Skip if they differ, because lines cannot be matched then."""
-    assert source.file.other is not None, "a file of lines has another side"
+    assert source.file.other is not None, "a line-aligned file needs its other side"
     with open_piece(full_piece(source.file.other)) as target:
         counts = [_count_lines(side.stream) for side in (source, target)]
     if counts[0] == counts[1]:
@@ -70,7 +70,7 @@ def _count_lines(stream: BinaryIO) -> int:
 
 def read_lines_of_two(source: OpenFile, fields: Fields) -> Iterator[Item]:
     """Yield one pair per line number, counted from 1."""
-    assert source.file.other is not None, "a file of lines has another side"
+    assert source.file.other is not None, "a line-aligned file needs its other side"
     with open_piece(full_piece(source.file.other)) as target:
         # Line counts matched earlier (``check_lines``), so a mismatch means that a file has changed since.
         lines = zip_longest(_lines(source.stream), _lines(target.stream))
@@ -98,7 +98,7 @@ def read_catalogue(source: OpenFile, fields: Fields) -> Iterator[Item]:
         import polib
     except ImportError as error:
         raise ConfigError(
-            f"{source.name} is read by polib, which is not installed: pip install 'longctx-train[po]'."
+            f"{source.name} requires polib, which is not installed: pip install 'longctx-train[po]'."
         ) from error
     missing = next((field for field in fields.names if field not in _FIELDS), "")
     if missing:

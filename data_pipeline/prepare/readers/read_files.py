@@ -68,7 +68,7 @@ def read_documents(piece: FilePiece, fields: Fields) -> Iterator[tuple[Item, int
     except READ_ERRORS as error:
         if isinstance(error, OSError) and error.errno:
             raise DataError(
-                f"{file.path} cannot be read ({error.strerror}).\nMend the file or exclude {file.name!r}."
+                f"{file.path} cannot be read ({error.strerror}).\nRepair the file or exclude {file.name!r}."
             ) from error
         yield _invalid_file_skip(file, error, documents), piece.size
         return

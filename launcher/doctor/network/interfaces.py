@@ -100,8 +100,8 @@ def gloo_choice(
             return interface.name, interface.addresses[0]
     names = ", ".join(interface.name for interface in interfaces)
     if named:
-        raise ClusterError(f"{INTERFACE_VARIABLE}={named}, and the interfaces there are {names}")
-    raise ClusterError(f"no interface leads to {master}; there are {names}")
+        raise ClusterError(f"{INTERFACE_VARIABLE}={named} is not an interface there; available: {names}")
+    raise ClusterError(f"no interface has a route to {master}; available: {names}")
 
 
 def is_loopback(name: str) -> bool:

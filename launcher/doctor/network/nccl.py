@@ -182,7 +182,7 @@ def call_nccl(*, rank: int, world_size: int, gpu: int, store: tuple[str, int]) -
         thread.start()
         thread.join(START_SECONDS)
         if thread.is_alive():
-            fault = f"NCCL hangs: its ranks do not find each other within {START_SECONDS:.0f} s"
+            fault = f"NCCL hangs: its ranks did not connect within {START_SECONDS:.0f} s"
         network = None
         if log.exists():
             network = parse_log(log.read_text(errors="replace"))

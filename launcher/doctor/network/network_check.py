@@ -55,13 +55,13 @@ def check_hosts(hosts: Sequence[Host], *, port: int, hostfile: Path, num_ranks: 
     # rendezvous there.
     names = [host.name for host in hosts if isinstance(host.answer, HostAnswer)]
     if names[:1] != [hosts[0].name]:
-        return Network(results=[skipped(f"{hosts[0].name}, where ranks would meet, does not answer")])
+        return Network(results=[skipped(f"{hosts[0].name}, the rendezvous host, does not answer")])
     if len(names) < 2:
         return Network(results=[skipped("no other host answers")])
     state = probe_hosts(names, port=port)
     results = host_network_results(state)
     if len(names) > MOST_HOSTS:
-        value = f"looked at between {MOST_HOSTS} of {len(names)} hosts, evenly spaced"
+        value = f"checked between {MOST_HOSTS} of {len(names)} hosts, evenly spaced"
         results.append(CheckResult.of("network", value))
     launcher = f"mpirun --hostfile {shlex.quote(str(hostfile))} -np {num_ranks} "
     return Network(results=[*results, bandwidth_hint(state, launcher)], state=state)

@@ -164,7 +164,7 @@ class _ProbeCoordinator:
         seconds = _PHASE_SECONDS + 2 * PORT_SECONDS * (1 + len(self._names) // 64)
         for name, problems in self.ask(requests, seconds, TypeAdapter(list[Text])).items():
             if len(problems) != len(ports[name]):
-                self.state.failures[name] = "it does not tell of every port that it was to try"
+                self.state.failures[name] = "it did not report every requested port"
                 continue
             for port, problem in zip(ports[name], problems, strict=True):
                 if problem:

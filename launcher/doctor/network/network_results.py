@@ -17,12 +17,12 @@ _VARIABLES = (INTERFACE_VARIABLE, "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_
 _IN_FILE = "a line of ~/.deepspeed_env"
 _MOST_NAMED = 4
 """Limit on pairs or hosts named in one line."""
-_OPEN = "open TCP between the hosts, the port at which ranks meet and all of net.ipv4.ip_local_port_range"
+_OPEN = "open TCP between the hosts, for the rendezvous port and all of net.ipv4.ip_local_port_range"
 
 
 def skipped(why: str) -> CheckResult:
     """Report that the network check was skipped."""
-    return CheckResult.of("network", f"not looked at: {why}")
+    return CheckResult.of("network", f"not checked: {why}")
 
 
 def host_network_results(state: NetworkState, environment: Mapping[str, str] = os.environ) -> list[CheckResult]:
@@ -45,11 +45,11 @@ def bandwidth_hint(state: NetworkState, launcher: str = "") -> CheckResult:
     """
     num_gpus = max((network.num_gpus for network in state.networks.values()), default=0)
     # sendrecv_perf measures one ring hop: every rank sends to the next one at the same time.
-    value = f"not measured. nccl-tests do: {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g {num_gpus}"
+    value = f"not measured. Use nccl-tests: {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g {num_gpus}"
     if launcher:
-        value = f"not measured. nccl-tests (make MPI=1) do: {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g 1"
+        value = f"not measured. Use nccl-tests (make MPI=1): {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g 1"
     if not num_gpus:
-        value = "not measured. Without GPUs iperf3 does: `iperf3 -s` on one host, `iperf3 -c HOST -P 4` on another"
+        value = "not measured. Without GPUs, use iperf3: `iperf3 -s` on one host, `iperf3 -c HOST -P 4` on another"
     return CheckResult.of("rates", value)
 
 
@@ -72,7 +72,7 @@ def state_to_json(state: NetworkState) -> dict[str, Any]:
 def _nccl_problem(state: NetworkState) -> list[CheckResult]:
     if not state.nccl_problem:
         return []
-    hint = "See the other findings first; then NCCL_DEBUG=INFO in .deepspeed_env says more"
+    hint = "Fix the other findings first; then set NCCL_DEBUG=INFO in .deepspeed_env for details"
     return [CheckResult.of("NCCL", state.nccl_problem, hint, "fail")]
 
 
@@ -82,7 +82,7 @@ def _failed_hosts(state: NetworkState) -> list[CheckResult]:
     # Hosts with the same problem share a line; dict.fromkeys keeps first-seen order.
     for why in dict.fromkeys(state.failures.values()):
         names = names_of([name for name, reason in state.failures.items() if reason == why])
-        hint = f"Nothing is known of the network of {names}: see its other findings, then try again"
+        hint = f"The network of {names} is unknown: fix its other findings, then try again"
         results.append(CheckResult.of("network", f"{names}: {why}", hint, "fail"))
     return results
 
@@ -95,7 +95,7 @@ def _ports(state: NetworkState) -> list[CheckResult]:
     if state.rendezvous is None or state.failures or len(state.networks) < len(state.hosts):
         return []
     address, number = state.rendezvous
-    value = f"every host reaches {address}:{number}, and a free port of every other"
+    value = f"every host reaches {address}:{number}, and a free port on every other"
     return [CheckResult.of("ports", value)]
 
 
@@ -107,9 +107,9 @@ def _blocked(state: NetworkState) -> list[CheckResult]:
         groups.setdefault((port.is_rendezvous, port.problem), []).append(port)
     results = []
     for (is_rendezvous, problem), ports in groups.items():
-        port_kind, hint = "where gloo listens", _port_hint(problem)
+        port_kind, hint = "gloo's port", _port_hint(problem)
         if is_rendezvous:
-            port_kind = "where ranks meet"
+            port_kind = "rendezvous port"
             hint += "; or give deepspeed another address of the first host: --master_addr"
         value = f"{names_of(_describe_blocked(ports, state))}, {port_kind}: {problem}"
         results.append(CheckResult.of("ports", value, hint, "fail"))
@@ -145,12 +145,12 @@ def _disconnected_hosts(pairs: Mapping[tuple[str, str], str], names: Sequence[st
 
 def _port_hint(problem: str) -> str:
     if "no answer" in problem or "no word" in problem:
-        return f"A firewall drops what is sent: {_OPEN}"
+        return f"A firewall drops packets: {_OPEN}"
     if "refused" in problem:
-        return f"A firewall refuses, or the address is another machine's: {_OPEN}"
+        return f"A firewall rejects connections, or the address is another machine's: {_OPEN}"
     if "another program" in problem:
-        return "The address is another machine's, or is forwarded: look at `hostname -I` and /etc/hosts there"
-    return "There is no way to that network: look at `ip route get ADDRESS`, or name another interface"
+        return "The address is another machine's, or is forwarded: check `hostname -I` and /etc/hosts there"
+    return "There is no route to that network: check `ip route get ADDRESS`, or set another interface"
 
 
 # Interfaces that gloo and NCCL use on every host.
@@ -165,7 +165,7 @@ def check_variables(state: NetworkState, environment: Mapping[str, str] = os.env
         without = [name for name, network in state.networks.items() if network.environment.get(variable) != value]
         if value is not None and without:
             text = f"{variable}={value} is set here, and not on {names_of(without)}"
-            hint = f"deepspeed does not hand it over: make it {_IN_FILE}"
+            hint = f"deepspeed does not pass it on: make it {_IN_FILE}"
             results.append(CheckResult.of("environment", text, hint))
     return results
 
@@ -175,7 +175,7 @@ def check_gloo_interface(state: NetworkState) -> list[CheckResult]:
     networks = state.networks
     if not networks or state.rendezvous is None:
         return []
-    reason = f"the way to {state.rendezvous[0]}"
+    reason = f"the route to {state.rendezvous[0]}"
     if named := [name for name, network in networks.items() if INTERFACE_VARIABLE in network.environment]:
         reason = f"{INTERFACE_VARIABLE} on {names_of(named)}"
     value = f"{by_value({name: _format_interface(network) for name, network in networks.items()})} ({reason})"
@@ -190,11 +190,11 @@ def check_gloo_interface(state: NetworkState) -> list[CheckResult]:
 def interface_hint(names: Iterable[str], variable: str) -> str:
     """Return advice about interfaces across all hosts, or ""."""
     names = list(names)
-    example = f"name the one that leads to the other hosts, {variable}=eth0 for example, in {_IN_FILE}"
+    example = f"set the one that reaches the other hosts, {variable}=eth0 for example, in {_IN_FILE}"
     if any(is_loopback(name) for name in names):
         return f"A loopback interface reaches no other machine: {example}"
     if any(is_virtual(name) for name in names):
-        return f"An interface of containers leads to its own machine only: {example}"
+        return f"A container interface reaches only its own machine: {example}"
     if len(set(names)) > 1:
         return f"Interfaces differ, perhaps networks too: {example}"
     return ""
@@ -239,27 +239,27 @@ def _num_machines(state: NetworkState) -> int:
 def _source(networks: Mapping[str, NcclNetwork]) -> str:
     reported = [name for name, network in networks.items() if network.is_reported]
     if not reported:
-        return "by its rules: without a GPU it was not asked"
+        return "predicted by NCCL's rules, without a GPU"
     if len(reported) < len(networks):
-        return f"NCCL says so on {names_of(reported)}, elsewhere by its rules"
-    return "NCCL says so"
+        return f"reported by NCCL on {names_of(reported)}, predicted for the others"
+    return "reported by NCCL"
 
 
 def _nccl_hint(state: NetworkState, networks: Mapping[str, NcclNetwork]) -> str:
     if none := [name for name, network in networks.items() if not network.transport]:
-        return f"NCCL finds no network on {names_of(none)}: look at NCCL_SOCKET_IFNAME, NCCL_IB_HCA and NCCL_NET there"
+        return f"NCCL finds no network on {names_of(none)}: check NCCL_SOCKET_IFNAME, NCCL_IB_HCA and NCCL_NET there"
     transports = {network.transport for network in networks.values()}
     # The device checks below compare hosts that share one transport.
     if len(transports) > 1:
-        return "Hosts differ, and NCCL does not start so: the same adapters, drivers and NCCL_ variables on all"
+        return "Hosts differ, and NCCL cannot start: use the same adapters, drivers and NCCL_ variables on all"
     if unused := [name for name in networks if transports == {SOCKET} and _has_adapter(state.networks[name])]:
         return (
-            f"NCCL leaves out active RDMA adapters of {names_of(unused)}: look at NCCL_IB_DISABLE and NCCL_IB_HCA, "
-            "and that a container sees /dev/infiniband"
+            f"NCCL ignores active RDMA adapters on {names_of(unused)}: check NCCL_IB_DISABLE and NCCL_IB_HCA, "
+            "and /dev/infiniband in a container"
         )
     # Adapter names often differ between machine types; adapters on different fabrics cannot reach each other.
     if transports == {INFINIBAND} and len({network.devices for network in networks.values()}) > 1:
-        return "Adapters differ between hosts: name those of one fabric with NCCL_IB_HCA"
+        return "Adapters differ between hosts: select one fabric's with NCCL_IB_HCA"
     return interface_hint(
         [network.bootstrap_interface or next(iter(network.devices), "") for network in networks.values()],
         "NCCL_SOCKET_IFNAME",
@@ -291,7 +291,7 @@ def _mtu_hint(networks: Mapping[str, HostNetwork]) -> str:
     sizes = {interface.mtu for network in networks.values() if (interface := _of_gloo(network)) is not None}
     if len(sizes) < 2:
         return ""
-    return f"Large packets may get lost where the MTU differs: ip link set IFACE mtu {min(sizes)} on all"
+    return f"Different MTUs may drop large packets: ip link set IFACE mtu {min(sizes)} on all"
 
 
 # Host names in messages.

@@ -25,9 +25,9 @@ class ChatRenderer:
         """Find the template ``name``, with ``options`` as variables; raise ConfigError if the tokenizer lacks it."""
         templates = find_chat_templates(tokenizer.files, tokenizer.path)
         if name not in templates:
-            hint = f"There are: {', '.join(templates)}."
+            hint = f"Available: {', '.join(templates)}."
             if not templates:
-                hint = "It has none: it is a base model's. Leave --apply_chat_template out."
+                hint = "It has no templates: it belongs to a base model. Leave out --apply_chat_template."
             raise ConfigError(f"{tokenizer.path} has no chat template {name!r}. {hint}")
         self.text = templates[name]
         self._template = ChatTemplate(self.text)
@@ -46,7 +46,7 @@ class ChatRenderer:
             if len(others) == len(turns):
                 raise
             text = self._rendered(others, asks=asks)
-            log.warning("The chat template refuses a system turn: it is left out.")
+            log.warning("The chat template rejects a system turn, so the turn is left out.")
             return text
 
     def _rendered(self, turns: Sequence[Mapping[str, str]], *, asks: bool) -> str:
@@ -59,6 +59,8 @@ class ChatRenderer:
             return text
         before, mark, suffix = text.rpartition(_TAG[0])
         if not mark:
-            raise ConfigError(f"the chat template leaves out {turns[-1]['content'][:80]!r}, which is to go on.")
+            raise ConfigError(
+                f"the chat template drops {turns[-1]['content'][:80]!r}, which lm-eval wants to continue."
+            )
         # Without the marker's space, the template trims turns: trim the last one too.
         return before if suffix.startswith(_TAG[1:]) else before.rstrip()

@@ -97,7 +97,7 @@ class LongctxLM(LM):
         """Return each continuation's log-likelihood, and True if greedy decoding would produce it."""
         texts = [request.args for request in requests]
         pairs = [_compact(self._encoder.pair(context, continuation)) for context, continuation in texts]
-        self._check([pair.num_read for pair in pairs], "the longest takes")
+        self._check([pair.num_read for pair in pairs], "the longest needs")
         scores = self._score(pairs, [("loglikelihood", text) for text in texts], disable_tqdm)
         return [(score.log_likelihood, score.is_greedy) for score in scores]
 
@@ -124,7 +124,7 @@ class LongctxLM(LM):
         wanted = [generation_of(request.args[1], end=end) for request in requests]
         self._check(
             [len(ids) + how.max_new_tokens for ids, how in zip(prompts, wanted, strict=True)],
-            "prompt and max_gen_toks take together up to",
+            "prompt plus max_gen_toks need up to",
         )
         # Requests from one task share their options; with several tasks, batch requests with equal options.
         kinds: dict[GenerationRequest, list[int]] = {}
@@ -167,7 +167,7 @@ class LongctxLM(LM):
 
     def _check(self, needed: Sequence[int], subject: str) -> None:
         hint = (
-            "Take a task with shorter texts, fewer examples (--num_fewshot), fewer new tokens (--gen_kwargs "
+            "Use a task with shorter texts, fewer examples (--num_fewshot), fewer new tokens (--gen_kwargs "
             "max_gen_toks=N), or a longer limit: --model_args max_length=N,beyond_positions=true"
         )
         check_request_lengths(needed, self._limit, subject, hint)

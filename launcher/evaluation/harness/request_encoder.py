@@ -53,7 +53,9 @@ class Encoder:
         if prefix is None:
             prefix = special.end
         if prefix is None:
-            raise ConfigError(f"{tokenizer.path} names no begin and no end token: lm-eval begins texts with one.")
+            raise ConfigError(
+                f"{tokenizer.path} has neither a begin nor an end token, and lm-eval starts texts with one."
+            )
         self.prefix: int = prefix
         """Prefix for a text without a context, and the first token for a perplexity."""
         self._prefix_text = tokenizer.piece(prefix)
@@ -120,8 +122,8 @@ class Encoder:
     ) -> Pair:
         if not continuation_ids:
             raise ConfigError(
-                f"the continuation {continuation[:80]!r} after {context[-80:]!r} has no token of its own with "
-                f"tokenizer {self._tokenizer.path}, so it has no likelihood: it is empty, or joins the context's last "
+                f"the continuation {continuation[:80]!r} after {context[-80:]!r} has no separate token with tokenizer "
+                f"{self._tokenizer.path}, so it has no likelihood: it is empty, or merges with the context's last "
                 "token. Let the task's continuations begin with a space and a letter."
             )
         return Pair(context_ids, continuation_ids)
@@ -132,9 +134,9 @@ def check_request_lengths(needed: Sequence[int], limit: int, subject: str, hint:
     too_long = [tokens for tokens in needed if tokens > limit]
     if too_long:
         raise ConfigError(
-            f"{len(too_long)} of {len(needed)} requests do not fit: {subject} {max(too_long):,} tokens, and texts may "
-            f"have {limit:,} (the model's positions, or max_length). Nothing is cut, because the score would be of "
-            f"another text.\n{hint}"
+            f"{len(too_long)} of {len(needed)} requests do not fit: {subject} {max(too_long):,} tokens, and the limit "
+            f"is {limit:,} (the model's positions, or max_length). Requests are not truncated, because that would "
+            f"score another text.\n{hint}"
         )
 
 
@@ -168,14 +170,16 @@ def _strategy(given: dict[str, Any]) -> Greedy | Sampling | Beams:
     samples = given.pop("do_sample", temperature > 0)
     # lm-eval's tasks set temperature: 0 and do_sample: false, either or both.
     if samples and not temperature:
-        raise ConfigError("do_sample=true wants a temperature above 0: --gen_kwargs do_sample=true,temperature=1")
+        raise ConfigError("do_sample=true needs a temperature above 0: --gen_kwargs do_sample=true,temperature=1")
     sampled = {name: given.pop(name) for name in _SAMPLED if name in given}
     searched = {name: given.pop(name) for name in _SEARCHED if name in given}
     if given:
-        raise ConfigError(f"generation option {', '.join(given)} is unknown to longctx. There are: {_known()}.")
+        raise ConfigError(f"generation option {', '.join(given)} is unknown to longctx. Available: {_known()}.")
     if num_beams > 1:
         if samples:
-            raise ConfigError(f"num_beams={num_beams} searches and does not sample. Leave temperature out.")
+            raise ConfigError(
+                f"num_beams={num_beams} is a beam search and does not sample. Leave out do_sample and temperature."
+            )
         return Beams(num_beams=num_beams, **searched)
     # Greedy decoding ignores sampling options: tasks set them nevertheless, and transformers only warns.
     if not samples:

@@ -44,13 +44,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"dtype={self.dtype}: take float32 or bfloat16.")
+            raise ConfigError(f"dtype={self.dtype}: use float32 or bfloat16.")
         if self.max_length < 0:
-            raise ConfigError(f"max_length={self.max_length} must not be negative; 0 is the model's positions.")
+            raise ConfigError(f"max_length={self.max_length} must not be negative; 0 means the model's positions.")
         if self.enable_thinking:
             raise ConfigError(
-                "enable_thinking=true: a reply would be scored with its thoughts, which longctx does not cut away. "
-                "Take enable_thinking=false, or export the model (`convert --to hf`) and take --model hf."
+                "enable_thinking=true: replies would be scored with their thinking, which longctx does not strip. "
+                "Use enable_thinking=false, or export the model (`convert --to hf`) and use --model hf."
             )
         check_chunk_tokens(self.chunk_tokens)
 
@@ -91,7 +91,7 @@ class Settings:
             model,
             self.max_length,
             request=f"max_length={self.max_length}",
-            hint=f"Ask for max_length={model.max_positions} or less",
+            hint=f"Use max_length={model.max_positions} or less",
             allow_longer=self.beyond_positions,
             option="add beyond_positions=true",
         )
@@ -103,13 +103,13 @@ def parse_device(device: str | None) -> str:
     # Drop the index: each rank uses the GPU with its own index.
     kind = (device or "auto").partition(":")[0]
     if kind not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device {device}: longctx computes on cpu or cuda. Leave it out to take what is there.")
+        raise ConfigError(f"--device {device}: longctx runs on cpu or cuda. Leave it out to select the available one.")
     return kind
 
 
 def _unknown_name_message(name: str, known: list[str]) -> str:
     nearest = get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"There are: {', '.join(known)}."
+    hint = f"Available: {', '.join(known)}."
     if nearest:
         hint = f"Did you mean {nearest[0]}? {hint}"
     # Users often carry this name over from --model hf.

@@ -23,18 +23,18 @@ from launcher.metrics.goodput.timeline import Line, read_timeline
 InSteps = Literal["productive", "lost", "skipped", "stalled", "data", "warm_up"]
 Kind = InSteps | Literal["starting", "saving", "validation", "other", "stopped", "paused"]
 KINDS: dict[Kind, str] = {
-    "productive": "steps whose result the run goes on from",
-    "lost": "steps that were done again, or never ended",
-    "skipped": "steps that were left out",
-    "stalled": "beyond what a step usually takes",
+    "productive": "steps that the current state includes",
+    "lost": "steps that were repeated or never completed",
+    "skipped": "steps whose update was skipped",
+    "stalled": "time beyond a typical step",
     "data": "waiting for rows",
-    "warm_up": "first steps beyond a usual one: compiling",
-    "starting": "from the start of a process to its first step",
+    "warm_up": "first steps, beyond a typical step: compilation",
+    "starting": "from process start to its first step",
     "saving": "training waits for a checkpoint",
     "validation": "validations and sample texts",
     "other": "between steps: metrics, logs",
-    "stopped": "after an attempt that failed, until the next one",
-    "paused": "after a stop that was asked for, until the next attempt",
+    "stopped": "after a failed attempt, until the next one",
+    "paused": "after a requested stop, until the next attempt",
 }
 """Every kind with its description, in display order."""
 _ACTIVITY_KINDS: dict[str, Kind] = {"starting": "starting", "saving": "saving", "validating": "validation"}

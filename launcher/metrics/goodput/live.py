@@ -128,5 +128,5 @@ def in_words(seconds: Seconds, restarts: int) -> str:
     if losses:
         line += f" ({losses})"
     if seconds["paused"] >= 1:
-        line += f". Paused for {short_duration(seconds['paused'])}, which is not counted"
+        line += f". Paused for {short_duration(seconds['paused'])}, not counted"
     return f"{line}."

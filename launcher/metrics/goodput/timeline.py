@@ -170,7 +170,7 @@ class Timeline:
     def _warn_unwritable(self, error: Exception) -> None:
         """Warn without failing: training does not depend on the timeline, and metrics report a failing disk."""
         log.warning(
-            "%s cannot be written: %s. The run's effective training time will lack this part.", self._path, error
+            "%s cannot be written: %s. The run's effective training time will be incomplete.", self._path, error
         )
 
 

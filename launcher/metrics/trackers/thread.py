@@ -53,9 +53,9 @@ def check_trackers(names: Sequence[str]) -> None:
         missing = [package for package in needed if importlib.util.find_spec(package) is None]
         if missing:
             raise ConfigError(
-                f"run.trackers names {name}, but {' and '.join(missing)} is not installed where rank 0 runs.\n"
-                f"Try `pip install 'longctx-train[{name}]'`, or leave it out: metrics.jsonl and TensorBoard have the "
-                "same numbers."
+                f"run.trackers names {name}, but {' and '.join(missing)} is not installed on rank 0's host.\nTry `pip "
+                f"install 'longctx-train[{name}]'`, or leave it out: metrics.jsonl and TensorBoard have the same "
+                "metrics."
             )
 
 
@@ -146,8 +146,8 @@ class TrackerThread(threading.Thread):
             self.num_dropped += 1
             if self.num_dropped == 1:
                 log.warning(
-                    "Tracker %s hangs or is slower than the run: records are dropped there (said once). metrics.jsonl "
-                    "has them all.",
+                    "Tracker %s hangs or is slower than the run: its records are dropped (reported once). "
+                    "metrics.jsonl has them all.",
                     self._title,
                 )
 
@@ -166,9 +166,9 @@ class TrackerThread(threading.Thread):
             # A run that fails in its first seconds may end before a tracker's library is imported.
             if self._tracker is None and self._how == "failed":
                 return
-            log.warning("Tracker %s has not taken all records in time; metrics.jsonl has them.", self._title)
+            log.warning("Tracker %s did not accept all records in time; metrics.jsonl has them.", self._title)
         elif self.num_dropped and not self._has_failed:
-            log.warning("Tracker %s lacks %d records, which were dropped.", self._title, self.num_dropped)
+            log.warning("Tracker %s lacks %d dropped records.", self._title, self.num_dropped)
 
     def run(self) -> None:
         """Make queued calls until the run has ended and the queue is empty, then close the tracker."""
@@ -191,7 +191,7 @@ class TrackerThread(threading.Thread):
         except Exception as error:
             self._has_failed = True
             log.warning(
-                "Tracker %s has failed: %s. The run goes on without it; metrics.jsonl has every record.",
+                "Tracker %s failed: %s. The run continues without it; metrics.jsonl has every record.",
                 self._title,
                 without_secrets(f"{type(error).__name__}: {error}"),
             )

@@ -36,7 +36,9 @@ class WandbTracker:
             # Keep a mode chosen by the user.
             if os.environ.get("WANDB_MODE"):
                 raise
-            log.warning("No W&B online (%s): the run is kept in its folder for `wandb sync`.", type(error).__name__)
+            log.warning(
+                "W&B is unreachable (%s): the run is stored in its folder for `wandb sync`.", type(error).__name__
+            )
             wandb.teardown()
             wandb.setup(settings)
             self._run = wandb.init(**options, mode="offline")

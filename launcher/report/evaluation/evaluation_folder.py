@@ -72,7 +72,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}. Evaluate into another --output.") from error
     if not isinstance(settings, dict) or not {"model", "date"} <= set(settings):
-        raise DataError(f"{path} is not the file of an evaluation. Evaluate into another --output.")
+        raise DataError(f"{path} is not an evaluation's settings file. Evaluate into another --output.")
     return settings
 
 
@@ -84,9 +84,7 @@ def read_rows(folder: Path) -> dict[Key, ScoreRow | LossRow]:
         try:
             row = _row_of(parse_json(line.encode()))
         except (ValueError, TypeError, LookupError) as error:
-            raise DataError(
-                f"{path}, line {number}, is no row of an evaluation: {error!r}. Remove the line."
-            ) from error
+            raise DataError(f"{path}, line {number}, is not an evaluation row: {error!r}. Remove the line.") from error
         rows[row.task, row.length, row.index] = row
     return rows
 

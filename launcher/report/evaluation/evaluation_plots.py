@@ -151,10 +151,10 @@ def plot_loss_bins(by_position: Rows, by_distance: Rows, caption: str, name: str
     _loss_curves(left, by_position, first=1)
     left.set_title("By position")
     left.set_xlabel("position in the text, counted from 1 (tokens, log scale)")
-    left.set_ylabel("loss (nats a token)")
+    left.set_ylabel("loss (nats per token)")
     # Bins that start at 0 hold pairs without an earlier occurrence, so they have no distance.
     _loss_curves(right, [row for row in by_distance if row["start"] > 0], first=0)
-    right.set_title("By distance to the same pair of tokens before")
+    right.set_title("By distance to the token pair's previous occurrence")
     right.set_xlabel("distance (tokens, log scale)")
     left.legend(loc="best")
     write_caption(fig, caption)

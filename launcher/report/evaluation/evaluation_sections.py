@@ -56,7 +56,7 @@ def evaluation_plots(evaluation: Evaluation) -> list[EvaluationPlot]:
             EvaluationPlot(
                 name="score_over_length",
                 title="score over length",
-                caption="Area is that under the score over the logarithm of the length, divided by the range.",
+                caption="Area under the score over log length, divided by the range.",
                 svg=plot_length_scores(scores, areas, caption, _name(evaluation, "length")),
                 rows=scores,
                 extra_tables=(("areas", areas),),
@@ -74,7 +74,7 @@ def evaluation_plots(evaluation: Evaluation) -> list[EvaluationPlot]:
             EvaluationPlot(
                 name="loss_by_position",
                 title="loss by position and distance",
-                caption="Token-weighted; the bands are intervals of 95 % over texts.",
+                caption="Token-weighted; bands are 95 % intervals over texts.",
                 svg=plot_loss_bins(texts, distance_rows, caption, _name(evaluation, "loss")),
                 rows=texts,
                 extra_tables=(("loss_by_distance", distance_rows),),
@@ -95,19 +95,19 @@ def evaluation_sections(evaluation: Evaluation, plots: Sequence[EvaluationPlot] 
         return [Section(title=title, caption="No sample has been measured yet.")]
     parts = []
     if scores:
-        caption = f"{evaluation.caption}. Mean score, its interval of 95 % and the number of samples."
+        caption = f"{evaluation.caption}. Mean score, 95 % interval and sample count."
         parts.append(Section(title=title, caption=caption, table=_score_table(scores, area_rows(evaluation))))
     failed = _first_failures(evaluation)
     if failed:
         caption = (
-            "Of each task the first sample below its best score: whether the model or the question's form is wrong "
-            "can often be read from one."
+            "Each task's first sample below its best score, which often shows if the model or the prompt's form is "
+            "wrong."
         )
-        table = Table(column_names=["Task, length", "Prompt, wanted answer, output"], rows=failed, has_text=True)
-        parts.append(Section(title=f"{name}: a sample that failed", caption=caption, table=table))
+        table = Table(column_names=["Task, length", "Prompt, expected answer, output"], rows=failed, has_text=True)
+        parts.append(Section(title=f"{name}: failed samples", caption=caption, table=table))
     losses = loss_rows(evaluation)
     if losses:
-        caption = f"{evaluation.caption}. longppl is the perplexity of those tokens that need far context."
+        caption = f"{evaluation.caption}. longppl is the perplexity on tokens that need distant context."
         parts.append(Section(title=f"{name}: perplexity", caption=caption, table=_loss_table(losses)))
     return parts + [
         Section(title=f"{name}: {plot.title}", caption=plot.caption, plot=Markup(plot.svg)) for plot in plots
@@ -132,11 +132,11 @@ def _ruler_plot(evaluation: Evaluation, rows: Rows) -> EvaluationPlot:
     scores = [row for row in score_rows(evaluation) if row["task"].startswith("ruler_")]
     counts = sorted({row["n"] for row in scores})
     n = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-    caption = _caption(evaluation, scores, f"{n} samples a task and length")
+    caption = _caption(evaluation, scores, f"{n} samples per task and length")
     return EvaluationPlot(
         name="ruler",
         title="RULER by length",
-        caption="NVIDIA's prompts and scores, in per cent; NVIDIA takes 500 samples, and other essays as text.",
+        caption="NVIDIA's prompts and scores, in per cent; NVIDIA uses 500 samples and other essays.",
         svg=plot_ruler_scores(rows, caption, _name(evaluation, "ruler")),
         rows=rows,
     )
@@ -148,7 +148,7 @@ def _needle_plot(evaluation: Evaluation, task: str) -> EvaluationPlot:
     return EvaluationPlot(
         name=f"depth_{task}",
         title=f"{task} by length and depth",
-        caption="The scale is fixed from 0 to 1; n is the number of samples; what was not tested is blank.",
+        caption="The scale is fixed from 0 to 1; n is the sample count; untested cells are blank.",
         svg=plot_needle_scores([("", rows)], f"{task}: {caption}", _name(evaluation, task)),
         rows=rows,
     )
@@ -189,4 +189,4 @@ def _loss_table(losses: Rows) -> Table:
             loss += f" ({row['low']:.4f} to {row['high']:.4f})"
         counts = f"{row['tokens']:,} of {row['tokens_read']:,}"
         rows.append((row["task"], f"{row['length']:,}", perplexity, loss, counts, f"{row['texts']:,}"))
-    return Table(column_names=("Measure", "Length", "Perplexity", "Loss, nats a token", "Tokens", "Texts"), rows=rows)
+    return Table(column_names=("Measure", "Length", "Perplexity", "Loss, nats per token", "Tokens", "Texts"), rows=rows)

@@ -86,28 +86,29 @@ class StepAudit(StepHook):
         kinds = {x.kind for x in ranks}
         if any(not x.exact for x in assigned):
             lines.append(
-                f"Ranks compute {len(kinds)} kinds of bits: {'; '.join(sorted(kind[0] for kind in kinds))}. A rank "
-                "that is the only one of its kind is compared within the bounds of rounding, in products and updates."
+                f"Ranks produce {len(kinds)} kinds of bitwise results: "
+                f"{'; '.join(sorted(kind[0] for kind in kinds))}. A rank without a peer of its kind is compared "
+                "within rounding bounds, in matmuls and updates."
             )
         for rank, x in enumerate(ranks):
             peers = [other.results for other in ranks if other.machine == x.machine]
             # A minority among equal machines points to a fault.
             if peers.count(x.results) * 2 < len(peers):
                 lines.append(
-                    f"Rank {rank} on {x.host} computes other numbers than most ranks with its processor and its "
-                    f"libraries ({x.machine}): it may be at fault."
+                    f"Rank {rank} on {x.host} differs from most ranks with the same processor and libraries "
+                    f"({x.machine}): it may be faulty."
                 )
             if not x.repeats:
-                lines.append(f"Rank {rank} on {x.host} does not compute the same bits twice: an audit may say so, too.")
+                lines.append(f"Rank {rank} on {x.host} is not bitwise deterministic, so audits may report it.")
         left_out = []
         if config.train.compile == "on":
-            left_out.append("what is computed inside of compiled regions")
+            left_out.append("operations inside compiled regions")
         if config.zero.offload != "none":
-            left_out.append("updates, which zero.offload has DeepSpeed's AdamW compute")
+            left_out.append("updates, which DeepSpeed's AdamW computes with zero.offload")
         if config.train.optimizer == "muon":
-            left_out.append("updates, of which Muon's are of whole matrices")
+            left_out.append("updates, because Muon updates entire matrices")
         if self._run.device.type != "cpu":
-            left_out.append("on a GPU attention's backward passes, a ring's attention, and experts' grouped products")
+            left_out.append("on a GPU, attention's backward passes, ring attention and grouped expert matmuls")
         if left_out:
             lines.append(f"Not audited: {', and '.join(left_out)}.")
         return lines
@@ -115,10 +116,10 @@ class StepAudit(StepHook):
     def _who(self, num_ranks: int) -> str:
         limit = f"{LIMIT_BYTES >> 20} MiB"
         if num_ranks == 1:
-            return f"An audit makes one call of a step, of up to {limit}, once more on this rank, which is alone"
+            return f"An audit repeats one call per step, of up to {limit}, on this rank, which has no peers"
         others = min(2, num_ranks - 1)
         return (
-            f"An audit makes one call of each rank in a step, of up to {limit}, again on "
+            f"An audit repeats one call from each rank per step, of up to {limit}, on "
             f"{format_count(others, 'other rank')}"
         )
 
@@ -144,14 +145,16 @@ def message(step: int, results: Sequence[Mismatch], *, update: bool, checkpoint:
     lines = [first.describe(step)]
     if rest:
         others = ", ".join(f"on rank {result.of}: {result.place.call}" for result in rest[:3])
-        lines.append(f"{format_count(len(rest), 'other call')} of this step went wrong, too ({others}).")
+        lines.append(f"{format_count(len(rest), 'other call')} in this step went wrong, too ({others}).")
     if update:
-        lines.append("The step was taken, so weights in memory may be wrong; no checkpoint of it is written.")
+        lines.append(
+            "The update was applied, so weights in memory may be wrong; no checkpoint is written for this step."
+        )
     else:
-        lines.append("The step was not taken: weights, moments and checkpoints are those of the step before.")
+        lines.append("The update was not applied: weights, moments and checkpoints are unchanged.")
     lines.append(_way_out(results, checkpoint))
     lines.append(
-        "An audit sees a small part of a step: earlier ones may have had such numbers, too. Compare their loss."
+        "An audit covers a small part of a step: earlier steps may have had wrong numbers, too. Compare their loss."
     )
     return "\n".join(lines)
 
@@ -175,7 +178,7 @@ def _way_out(results: Sequence[Mismatch], checkpoint: Path | None) -> str:
     hosts = list(dict.fromkeys(host for result in results for host in result.hosts))
     go_on = "There is no checkpoint yet: start again"
     if checkpoint is not None:
-        go_on = f"Go on from {checkpoint} or an older one (--run.resume newest-good)"
+        go_on = f"Resume from {checkpoint} or an older one (--run.resume newest-good)"
     if all(result.is_named for result in results):
-        return f"{go_on}, without {' and '.join(hosts)}: take its line out of the hostfile, and test its memory."
-    return f"{go_on}. To find out who is wrong, run on three ranks or more; the hosts are {' and '.join(hosts)}."
+        return f"{go_on}, without {' and '.join(hosts)}: remove its line from the hostfile, and test its memory."
+    return f"{go_on}. To identify the faulty rank, run on at least three ranks; the hosts are {' and '.join(hosts)}."

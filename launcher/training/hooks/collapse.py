@@ -60,10 +60,10 @@ class Collapse(StepHook):
         if len(layers) > 1:
             layer_names = f"layers {', '.join(map(str, layers))}"
         return (
-            f"The experts of {layer_names} have collapsed: in steps {step - self._window + 1} to {step} over "
-            f"{_SHARE:.0%} of "
-            f"all choices fell on {model.experts_per_token} of {model.num_experts}, so the others learn nothing. What "
-            "helps a young model: train.optimizer=muon, more train.tokens_per_step, model.router_jitter=0.3 "
-            f"(now {model.router_jitter:g}), and from the start model.tie_embeddings=false with model.embedding_std=1 "
-            f"(now {model.embedding_std:g}). docs/experts.md has figures. Said once for each layer."
+            f"The experts in {layer_names} have collapsed: in steps {step - self._window + 1} to {step} over "
+            f"{_SHARE:.0%} of all assignments went to {model.experts_per_token} of {model.num_experts} experts, so "
+            "the others do not learn. For a young model, try train.optimizer=muon, more train.tokens_per_step, "
+            f"model.router_jitter=0.3 (now {model.router_jitter:g}), and from the start model.tie_embeddings=false "
+            f"with model.embedding_std=1 (now {model.embedding_std:g}). docs/experts.md has measurements. Reported "
+            "once per layer."
         )

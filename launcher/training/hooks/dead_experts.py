@@ -47,9 +47,9 @@ class DeadExperts(StepHook):
         if len(names) == 1:
             predicate, object_word = "is a dead expert", "it"
         return (
-            f"{first_names(names)} {predicate}: no token chose {object_word} in steps "
-            f"{step - self._window + 1} to {step}. What "
-            f"helps: a larger model.balance_loss_weight (now {self._model.balance_loss_weight:g}), "
-            "model.selection_bias with model.selection_bias_rate (DeepSeek-V3: 1e-3; now "
-            f"{self._model.selection_bias_rate:g}), or a longer train.warmup_steps. Said once for each expert."
+            f"{first_names(names)} {predicate}: no token was routed to {object_word} in steps "
+            f"{step - self._window + 1} to {step}. Try a larger model.balance_loss_weight (now "
+            f"{self._model.balance_loss_weight:g}), model.selection_bias with model.selection_bias_rate (DeepSeek-V3: "
+            f"1e-3; now {self._model.selection_bias_rate:g}), or a longer train.warmup_steps. Reported once per "
+            "expert."
         )

@@ -28,7 +28,7 @@ class MessageChecksums(StepHook):
         """Raise ClusterError if bytes changed in transit: their gradient must not reach the weights."""
         # Part of the step's only all-reduce, so the check costs no collective.
         if not is_balanced(step.totals.summed[_MESSAGES]):
-            state = "The step was not taken: weights, moments and checkpoints are those of the step before."
+            state = "The update was not applied: weights, moments and checkpoints are unchanged."
             raise mismatch_error(self._run, f"step {step.number}", state)
         self._ledger.reset()
 
@@ -39,7 +39,7 @@ def check_validation_messages(run: TrainingRun, step: int) -> None:
     if ledger is None:
         return
     if not is_balanced(sum_over_ranks(ledger.balance(run.device))):
-        state = "Its result is not recorded; the step itself is whole."
+        state = "Its result is not recorded; the step itself is valid."
         raise mismatch_error(run, f"the validation after step {step}", state)
     ledger.reset()
 
@@ -49,7 +49,7 @@ def mismatch_error(run: TrainingRun, phase: str, state: str) -> ClusterError:
     assert run.mesh.comm.ledger is not None
     found = find_differences(run.mesh.comm.ledger)
     return ClusterError(
-        f"in {phase}, messages between ranks did not arrive as they were sent (parallel.check_rows).\n{found}\n"
-        f"{state}\n{way_out(newest_complete_checkpoint(run))}.\nWhere it comes again between the same ranks, take "
-        "the machine of one of them out of the hostfile, then that of the other."
+        f"in {phase}, messages between ranks changed in transit (parallel.check_rows).\n{found}\n{state}\n"
+        f"{way_out(newest_complete_checkpoint(run))}.\nIf it recurs between the same ranks, remove one rank's machine "
+        "from the hostfile, then the other's."
     )

@@ -153,9 +153,9 @@ class SkippedStep:
         """Return the log message for a skipped step in a run that continues."""
         problem = self._describe()
         return (
-            f"Step {self.step} is left out, number {self.in_row + 1} in a row of the {self.train.skip_steps} that "
-            f"train.skip_steps allows: {problem}{self._where()} Weights and moments are those of the step before. "
-            f"Its data: {self.rows}."
+            f"Step {self.step} is skipped, number {self.in_row + 1} in a row of the {self.train.skip_steps} that "
+            f"train.skip_steps allows: {problem}{self._where()} Weights and moments are unchanged. Its data: "
+            f"{self.rows}."
         )
 
     def message(self) -> str:
@@ -164,17 +164,17 @@ class SkippedStep:
         if self.in_row:
             before = f"{format_count(self.in_row, 'step')} before it"
             lines.append(
-                f"Left out for such a reason: {before}, as many as train.skip_steps={self.train.skip_steps} allows."
+                f"Skipped for such a reason: {before}, as many as train.skip_steps={self.train.skip_steps} allows."
             )
         if self.grad_norm is not None and not self.spike and not self.rejection:
             # Finite gradients may overflow in the norm's sum of squares; then there is no tensor to name.
-            where = first_names(self.gradients) or "in no single tensor, but all together are too large"
-            lines.append(f"Gradients that are not finite: {where}.")
+            where = first_names(self.gradients) or "no single tensor, but their norm overflows"
+            lines.append(f"Non-finite gradients: {where}.")
         if self.weights:
-            lines.append(f"Weights that were not finite before this step: {first_names(self.weights)}.")
-        lines.append("The step was not taken: weights, moments and checkpoints are those of the step before.")
+            lines.append(f"Non-finite weights before this step: {first_names(self.weights)}.")
+        lines.append("The update was not applied: weights, moments and checkpoints are unchanged.")
         lines.append(self._way_out())
-        lines.append(f"Its data, to look at: {self.rows}.")
+        lines.append(f"Its data, for inspection: {self.rows}.")
         return "\n".join(lines)
 
     def _where(self) -> str:
@@ -182,31 +182,30 @@ class SkippedStep:
         if not self.ranks:
             return ""
         return (
-            f" Found in the tokens of {format_count(len(self.ranks), 'rank')}: "
-            f"{first_names([str(r) for r in self.ranks])}."
+            f" Found in tokens on {format_count(len(self.ranks), 'rank')}: {first_names([str(r) for r in self.ranks])}."
         )
 
     def _describe(self) -> str:
         if self.spike:
             return f"step {self.step} is a spike: {self.spike} (train.spike_sigmas)."
         if self.rejection:
-            return f"step {self.step} is refused: {self.rejection}."
+            return f"step {self.step} is rejected: {self.rejection}."
         if self.routers:
             # The loss may still be finite: a token with non-finite logits goes to no expert that counts.
-            return f"router logits of step {self.step} are not finite: {first_names(self.routers, thing='layers')}."
+            return f"router logits in step {self.step} are not finite: {first_names(self.routers, thing='layers')}."
         if self.grad_norm is not None:
-            return f"the gradient of step {self.step} is not finite: norm {self.grad_norm:g}, though {self._loss_text}."
+            return f"the gradient in step {self.step} is not finite: norm {self.grad_norm:g}, though {self._loss_text}."
         if self.loss is None or math.isfinite(self.loss):
             return (
-                f"a part of the objective of step {self.step} is not finite (z-loss, label smoothing, balance loss or "
+                f"an objective term in step {self.step} is not finite (z-loss, label smoothing, balance loss or "
                 f"router z-loss), though {self._loss_text}."
             )
-        return f"the loss of step {self.step} is not finite: {self.loss:g}, over all ranks."
+        return f"the loss in step {self.step} is not finite: {self.loss:g}, over all ranks."
 
     @property
     def _loss_text(self) -> str:
         if self.loss is None:
-            return "no token counts"
+            return "the step has no target tokens"
         return f"loss {self.loss:g}"
 
     def _way_out(self) -> str:
@@ -216,7 +215,7 @@ class SkippedStep:
         older = ""
         if self.weights and self.checkpoint is not None:
             # Weights go bad a step before the loss shows it, so the newest checkpoint may already contain them.
-            older = ", or from an older one should it hold such weights too"
+            older = ", or from an older one if it contains such weights too"
         return f"{way_out(self.checkpoint)}{older}, with {hint}."
 
 
@@ -225,11 +224,11 @@ def rows_from(config: RunConfig, order: dict[str, Any]) -> str:
     data = config.data
     if "sources" in order:
         positions = ", ".join(
-            f"{name} from row {source['block_row']} of block {source['block']} of epoch {source['epoch']} on"
+            f"{name} from epoch {source['epoch']}, block {source['block']}, row {source['block_row']} on"
             for name, source in order["sources"].items()
         )
         # The command is right only if the mixture's file has never changed; the positions are always right.
-        where = f"from row {order['rows_consumed']} of the run on ({positions}; {_sample_command(config, order)})"
+        where = f"from the run's row {order['rows_consumed']} on ({positions}; {_sample_command(config, order)})"
         return f"{config.rows_per_step} rows of {data.train} {where}"
     command = f"longctx data inspect {data.train} --seq-len {data.seq_len} --row {order['block_row']}"
     # Counted from its block: counting from the epoch would require planning all blocks before it.

@@ -48,7 +48,7 @@ def comparison_line(record: dict[str, Any]) -> str:
     """Return the final line for the log."""
     line = f"Plan and run: {gib(record['peak_bytes'])} at the peak{_signed(record.get('peak_error'))}"
     if "step_seconds" in record:
-        line += f", {record['step_seconds']:.3g} s a step in the median{_signed(record.get('seconds_error'))}"
+        line += f", {record['step_seconds']:.3g} s per step in the median{_signed(record.get('seconds_error'))}"
     return f"{line}."
 
 

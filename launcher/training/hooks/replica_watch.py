@@ -78,7 +78,7 @@ def _check(run: TrainingRun, replicas: Replicas, where: str, step: int) -> None:
 
 def _message(run: TrainingRun, odd: Sequence[Odd], hosts: Sequence[str], where: str, step: int) -> str:
     """Return one screen, the same on every rank: the mismatches, their hosts, and how to continue."""
-    lines = [f"in {where}, bits of weights or moments have changed that nobody wrote (run.replicas_every)."]
+    lines = [f"in {where}, bits in weights or moments have changed without an update (run.replicas_every)."]
     found: dict[tuple[tuple[int, ...], bool, bool], list[str]] = {}
     for one in odd:
         found.setdefault((one.ranks, one.decided, one.own), []).append(one.part.describe())
@@ -86,17 +86,17 @@ def _message(run: TrainingRun, odd: Sequence[Odd], hosts: Sequence[str], where: 
         who = first_names([f"{rank} on {hosts[rank]}" for rank in ranks])
         tensor_names = first_names(names)
         if own:
-            lines.append(f"Rank {who} holds what is not what its last update left there: {tensor_names}.")
+            lines.append(f"Rank {who} has values that differ from its last update: {tensor_names}.")
         elif decided:
-            lines.append(f"Rank {who} holds other bits than the ranks that agree: {tensor_names}.")
+            lines.append(f"Rank {who} differs from the ranks that agree: {tensor_names}.")
         else:
-            lines.append(f"Ranks {who} hold different bits, and two cannot say which of them is right: {tensor_names}.")
+            lines.append(f"Ranks {who} differ, and two ranks cannot decide which of them is right: {tensor_names}.")
     if len(found) > _MAX_REPORTED:
         lines.append(f"And {len(found) - _MAX_REPORTED} more such differences.")
     lines.append(
-        "Nothing was trained or saved with them since they were found. Memory or a processor is at fault; or, with "
-        "zero.stage=0, ranks run on processors of different kinds, which round differently (zero.stage=1 has one rank "
-        "compute each weight for all)."
+        "They were neither trained on nor saved since they were found. Memory or a processor is faulty; or, with "
+        "zero.stage=0, ranks run on different kinds of processors, which round differently (with zero.stage=1, one "
+        "rank computes each weight for all)."
     )
     lines.append(_way_out(run, odd, step))
     return "\n".join(lines)
@@ -110,4 +110,4 @@ def _way_out(run: TrainingRun, odd: Sequence[Odd], step: int) -> str:
     checkpoint = newest_complete_checkpoint(run, without=suspect)
     if checkpoint is None:
         return "There is no checkpoint from before: start again."
-    return f"Go on from the newest checkpoint that cannot hold them, {checkpoint} (--run.resume {checkpoint})."
+    return f"Resume from the newest checkpoint that cannot contain them, {checkpoint} (--run.resume {checkpoint})."

@@ -31,8 +31,8 @@ class GatedDeltaMixer(Mixer):
         """Raise ConfigError for bidirectional layers and for invalid sizes."""
         if not config.causal:
             raise ConfigError(
-                f"model.causal=false: {self.name} layers read their document from its first token on. Use "
-                "model.causal=true, or other kinds in model.layers."
+                f"model.causal=false: {self.name} layers are always causal. Use model.causal=true, or other "
+                "kinds in model.layers."
             )
         sizes = config.delta_sizes
         if sizes.value_heads % sizes.key_heads:
@@ -87,9 +87,9 @@ class KimiDeltaMixer(GatedDeltaMixer):
         sizes = config.delta_sizes
         if (sizes.key_heads, sizes.key_dim) != (sizes.value_heads, sizes.value_dim):
             raise ConfigError(
-                f"kda layers have one value head of the key head's size for each key head; got {sizes.key_heads} of "
-                f"{sizes.key_dim} and {sizes.value_heads} of {sizes.value_dim}. Leave model.delta_value_heads and "
-                "model.delta_value_dim out."
+                f"kda layers need equal numbers and sizes of key and value heads; got {sizes.key_heads} key heads "
+                f"with size {sizes.key_dim} and {sizes.value_heads} value heads with size {sizes.value_dim}. Leave out "
+                "model.delta_value_heads and model.delta_value_dim."
             )
 
     def matrices(self, config: ModelFields) -> int:
@@ -114,7 +114,9 @@ class Mamba2Mixer(GatedDeltaMixer):
     def check(self, config: ModelFields) -> None:
         super().check(config)
         if config.delta_negative:
-            raise ConfigError("model.delta_negative=true is of gated_delta and kda layers; mamba2 has no such step.")
+            raise ConfigError(
+                "model.delta_negative=true applies to gated_delta and kda layers; mamba2 has no such step."
+            )
 
     def matrices(self, config: ModelFields) -> int:
         sizes = config.delta_sizes

@@ -23,26 +23,26 @@ class LatentMixer(SoftmaxMixer):
     def check(self, config: ModelFields) -> None:
         if config.num_kv_heads != config.num_heads:
             raise ConfigError(
-                f"model.num_kv_heads={config.num_kv_heads} must be model.num_heads={config.num_heads} in latent "
-                "attention: every head has keys of its own."
+                f"model.num_kv_heads={config.num_kv_heads} must equal model.num_heads={config.num_heads} with latent "
+                "attention: every head has its own keys."
             )
         if config.attention_gate:
-            raise ConfigError("model.attention_gate=true goes with no latent attention (model.kv_lora_rank).")
+            raise ConfigError("model.attention_gate=true is not supported with latent attention (model.kv_lora_rank).")
         if config.position not in ("rope", "none") or config.qk_norm != "none" or config.rope.partial != 1:
             raise ConfigError(
-                f"latent attention (model.kv_lora_rank={config.kv_lora_rank}) has rotary positions on "
-                "model.rope_head_dim channels, or none, and norms in its latents: use model.position=rope (or none), "
+                f"latent attention (model.kv_lora_rank={config.kv_lora_rank}) applies rotary positions, if "
+                "any, to model.rope_head_dim channels, and norms to its latents: use model.position=rope (or none), "
                 "model.rope.partial=1, model.qk_norm=none."
             )
         if config.rope.query_growth:
             raise ConfigError(
-                f"model.rope.query_growth={config.rope.query_growth} scales whole queries, of which latent attention "
-                "rotates a part. Leave it out."
+                f"model.rope.query_growth={config.rope.query_growth} scales full queries, but latent attention rotates "
+                "only some of their channels. Leave it out."
             )
         if not 0 < config.rope_head_dim < config.head_dim:
             raise ConfigError(
-                f"model.rope_head_dim={config.rope_head_dim} must lie above 0 and below model.head_dim="
-                f"{config.head_dim}, of which it is a part. Try {max(config.head_dim // 3 // 2 * 2, 2)}."
+                f"model.rope_head_dim={config.rope_head_dim} must be above 0 and below model.head_dim="
+                f"{config.head_dim}, which includes it. Try {max(config.head_dim // 3 // 2 * 2, 2)}."
             )
 
     def matrices(self, config: ModelFields) -> int:

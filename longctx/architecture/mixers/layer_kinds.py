@@ -31,8 +31,8 @@ def _linear(config: ModelFields) -> Mixer:
 def _global(config: ModelFields) -> Mixer:
     if config.is_latent:
         raise ConfigError(
-            "model.layers names global layers, which have key heads of their own, and latent attention "
-            "(model.kv_lora_rank) has none. Use full layers."
+            "model.layers contains global layers, which have their own key heads: they are not supported with latent "
+            "attention (model.kv_lora_rank). Use full layers."
         )
     return SoftmaxMixer(config.causal, has_own_heads=True)
 

@@ -36,10 +36,10 @@ class LinearMixer(SoftmaxMixer):
         """Raise ConfigError for caps, scales, biases and sinks: linear layers have no scores to apply them to."""
         for name in ("attention_softcap", "attention_scale", "sinks"):
             if getattr(config, name):
-                raise ConfigError(f"model.{name}={getattr(config, name)} means nothing to linear layers; leave it out.")
+                raise ConfigError(f"model.{name}={getattr(config, name)} has no effect on linear layers; leave it out.")
         if config.position in ("alibi", "t5", "relative"):
             raise ConfigError(
-                f"model.position={config.position!r} is a bias of scores, which linear layers do not have. "
+                f"model.position={config.position!r} is a bias on attention scores, which linear layers do not have. "
                 "Try rope, learned, sinusoidal or none."
             )
         super().check(config)

@@ -45,8 +45,8 @@ class SoftmaxMixer(Mixer):
             config.rope.check_size(config.rope.rotary_size(D))
         if self.has_own_heads and config.position == "relative":
             raise ConfigError(
-                "model.position='relative' has weights for heads of one size, and global layers have heads of their "
-                "own. Use another position, or full layers."
+                "model.position='relative' supports one head size, but global layers have their own. Use another "
+                "position, or full layers."
             )
 
     @property

@@ -72,7 +72,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         # A hostile file may raise any exception.
         raise CheckpointError(_rejection_message(path, str(error))) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict of tensors.")
+        raise CheckpointError(f"{path} contains a {type(content).__name__}, not a dict of tensors.")
     for name, value in content.items():
         _check(path, name, value)
     # Parameters become plain tensors.
@@ -82,7 +82,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 def _check(path: Path, name: Any, value: Any) -> None:
     """Raise CheckpointError unless an entry is a dense CPU tensor within its storage."""
     if not isinstance(name, str):
-        raise CheckpointError(f"{path} names a tensor {name!r}, which is no text.")
+        raise CheckpointError(f"{path} has the tensor name {name!r}, which is not text.")
     if not isinstance(value, Tensor):
         raise CheckpointError(
             f"{name} in {path} is a {type(value).__name__}, not a tensor.\n"
@@ -112,9 +112,7 @@ def _check_records(path: Path, tensors: dict[str, Tensor]) -> None:
     whole = Counter(info.file_size for info in records if info.compress_type == zipfile.ZIP_STORED)
     missing = Counter(storages.values()) - whole
     if missing:
-        raise CheckpointError(
-            f"{path} is damaged: it has no record of {min(missing)} bytes, which one of its tensors should lie in."
-        )
+        raise CheckpointError(f"{path} is damaged: a tensor's record of {min(missing)} bytes is missing.")
 
 
 def _rejection_message(path: Path, reason: str) -> str:
@@ -122,12 +120,12 @@ def _rejection_message(path: Path, reason: str) -> str:
     global_match = re.search(r"(?:GLOBAL|global) `?([\w.]+)", reason)
     if global_match:
         return (
-            f"{path} is a pickle that asks for {global_match[1]}, and only tensors are taken from a pickle. "
-            "Nothing of it was run.\nGet the weights as safetensors."
+            f"{path} is a pickle that imports {global_match[1]}; only tensors are loaded from pickles. "
+            "No code was executed.\nGet the weights as safetensors."
         )
     if "mmap can only be used" in reason:
         return (
-            f"{path} is in torch's format from before 1.6, which cannot be read piece by piece. Save it anew:\n"
+            f"{path} is in torch's format from before 1.6, which cannot be memory-mapped. Save it again:\n"
             "torch.save(torch.load(FILE, weights_only=True), FILE)."
         )
     if not reason:

@@ -104,7 +104,7 @@ def _fp8_scales(disk: WeightsFolder, names: set[str], scheme: Quantization) -> d
         raise CheckpointError(f"{disk.folder}: float8 weights without their scales: {format_names(missing)}.")
     if invalid:
         raise CheckpointError(
-            f"{disk.folder}: scales of other shapes than the scheme's ({scheme}): {format_names(invalid)}."
+            f"{disk.folder}: scale shapes do not match the scheme ({scheme}): {format_names(invalid)}."
         )
     unmatched = {name for name in names if name.endswith(scheme.scales)} - set(found.values())
     if unmatched:
@@ -155,13 +155,13 @@ def _mxfp4_scales(disk: WeightsFolder, names: set[str]) -> dict[str, str]:
         base = name.removesuffix(_BLOCKS)
         scale = base + _SCALES
         if scale not in names:
-            raise CheckpointError(f"{disk.folder}: {name} has no {scale} beside it.")
+            raise CheckpointError(f"{disk.folder}: {name} lacks its scales {scale}.")
         shape = disk.shape(name)
         is_packed = len(shape) == 4 and shape[-1] == 16 and disk.shape(scale) == shape[:-1]
         if not is_packed or {disk.stored_dtype(name), disk.stored_dtype(scale)} != {torch.uint8}:
             raise CheckpointError(
-                f"{disk.folder}: {name} {shape} and {scale} {disk.shape(scale)} are no blocks of 16 bytes with a scale "
-                "each."
+                f"{disk.folder}: {name} {shape} and {scale} {disk.shape(scale)} must be blocks of 16 bytes with one "
+                "scale each."
             )
         found[base] = scale
     unmatched = {n for n in names if n.endswith(_SCALES)} - set(found.values())

@@ -85,7 +85,7 @@ class WeightsFolder:
         path = self.folder / index
         weight_map = read_checkpoint_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-            raise CheckpointError(f"{path} has no weight_map of tensor names to file names.")
+            raise CheckpointError(f"{path} has no weight_map from tensor names to file names.")
         if not weight_map:
             raise CheckpointError(f"{path} has an empty weight_map.")
         # A safetensors index must not make us open a pickle.
@@ -146,18 +146,15 @@ def _find_weights(folder: Path) -> str:
         # Standard names first, as in transformers; otherwise any single index or file is accepted.
         standard = [n for n in (single + _INDEX_END, single) if n in names]
         if len(standard) > 1:
-            raise CheckpointError(
-                f"{folder} has both {standard[1]} and {standard[0]}: delete the one that is not meant."
-            )
+            raise CheckpointError(f"{folder} has both {standard[1]} and {standard[0]}: delete the wrong one.")
         found = standard or indices or files
         if len(found) > 1:
             raise CheckpointError(
-                f"{folder} has several files of weights and no index that joins them: {format_names(found)}.\n"
-                f"Keep one, or add {INDEX}."
+                f"{folder} has several weight files, but no index: {format_names(found)}.\nKeep one, or add {INDEX}."
             )
         if found:
             return found[0]
-    raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}, nor weights of any other name.")
+    raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}, nor other weight files.")
 
 
 def resolve_weights_path(folder: Path, file: str, *, named_by: Path, kinds: tuple[str, ...] = ("",)) -> Path:
@@ -168,10 +165,10 @@ def resolve_weights_path(folder: Path, file: str, *, named_by: Path, kinds: tupl
     """
     is_plain = Path(file).name == file and "\\" not in file and "\0" not in file and len(file) <= _MAX_NAME_BYTES
     if not is_plain or not file.endswith(kinds):
-        raise CheckpointError(f"{named_by} names {shown(file)}, which is no {kinds[0]} file of its own folder.")
+        raise CheckpointError(f"{named_by} lists {shown(file)}, which is not a {kinds[0]} file in its folder.")
     check_link(folder, file, CheckpointError)
     if (folder / file).is_dir():
         raise CheckpointError(f"{folder / file} is a folder.")
     if not (folder / file).is_file():
-        raise CheckpointError(f"{folder / file} is no plain file.")
+        raise CheckpointError(f"{folder / file} is not a plain file.")
     return folder / file

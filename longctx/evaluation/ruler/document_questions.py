@@ -46,8 +46,8 @@ class QuestionFile:
         # The script repeats documents then, including those with the answer.
         if units >= len(self.documents):
             raise DataError(
-                f"length={budget.length}: all {len(self.documents)} documents of {self.path} fit into a prompt of task "
-                f"{budget.task}, and documents are not repeated. Give the whole file, or ask for a shorter length."
+                f"length={budget.length}: all {len(self.documents)} documents in {self.path} fit into one prompt for "
+                f"task {budget.task}, and documents are not repeated. Give the complete file, or try a shorter length."
             )
         for number in range(len(self.questions)):
             yield sample_fitting(partial(self._draw, random, seed, number), budget, units=units, step=STEP)
@@ -97,15 +97,14 @@ def _read(
     """Read the file with ``parse``; raise ConfigError if no path is given, DataError if parsing fails."""
     if path is None:
         raise ConfigError(
-            f"task {task} asks questions about documents that come with no package. Give the file {wanted}, or leave "
-            "the task out."
+            f"task {task} needs a question file that no package includes. Give the file {wanted}, or omit the task."
         )
     try:
         documents, questions = parse(read_json(path, most_bytes=_MOST_BYTES, most_values=_MOST_VALUES))
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). Give {wanted}.") from error
     if not questions:
-        raise DataError(f"{path} holds no question with an answer. Give {wanted}.")
+        raise DataError(f"{path} contains no question with an answer. Give {wanted}.")
     return QuestionFile(path=path, documents=documents, questions=questions)
 
 

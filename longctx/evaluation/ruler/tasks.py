@@ -46,7 +46,7 @@ class RulerTask(EvaluationTask):
         for index in range(count):
             text = next(texts, None)
             if text is None:
-                raise DataError(f"task {self.name} has {index} questions in its file. Ask for so many samples at most.")
+                raise DataError(f"task {self.name}'s file has {index} questions. Request at most that many samples.")
             # Earlier samples must be built too: they advance the random numbers.
             if index >= start:
                 yield self._sample(budget, index, text)
@@ -95,18 +95,18 @@ RULER_TASKS = (
     _needle_task("single_1", "RULER: one number in a repeated line", RulerNeedles(haystack="noise")),
     _needle_task("single_2", "RULER: one number in a text", RulerNeedles(haystack="essay")),
     _needle_task("single_3", "RULER: one UUID in a text", RulerNeedles(haystack="essay", values="uuids")),
-    _needle_task("multikey_1", "RULER: one of four numbers in a text", RulerNeedles(haystack="essay", num_keys=4)),
-    _needle_task("multikey_2", "RULER: one of very many numbers", RulerNeedles(haystack="needle")),
+    _needle_task("multikey_1", "RULER: one number among four in a text", RulerNeedles(haystack="essay", num_keys=4)),
+    _needle_task("multikey_2", "RULER: one number among very many", RulerNeedles(haystack="needle")),
     _needle_task(
-        "multikey_3", "RULER: one of very many UUIDs", RulerNeedles(haystack="needle", keys="uuids", values="uuids")
+        "multikey_3", "RULER: one UUID among very many", RulerNeedles(haystack="needle", keys="uuids", values="uuids")
     ),
     _needle_task(
-        "multivalue", "RULER: four numbers of one key in a text", RulerNeedles(haystack="essay", num_values=4)
+        "multivalue", "RULER: four numbers for one key in a text", RulerNeedles(haystack="essay", num_values=4)
     ),
-    _needle_task("multiquery", "RULER: numbers of four keys in a text", RulerNeedles(haystack="essay", num_queries=4)),
+    _needle_task("multiquery", "RULER: numbers for four keys in a text", RulerNeedles(haystack="essay", num_queries=4)),
     RulerTask(
         name="ruler_vt",
-        description="RULER: all variables of a chain of assignments",
+        description="RULER: all variables in an assignment chain",
         prompt_budget=NOISE,
         answer_tokens=prompt_templates.VARIABLE_TRACKING.answer_tokens,
         texts=lambda budget, setting: variable_texts(budget, setting.seed),
@@ -114,8 +114,8 @@ RULER_TASKS = (
     ),
     RulerTask(
         name="ruler_cwe",
-        description="RULER: the ten most common words of a list",
-        prompt_budget="words of a list",
+        description="RULER: the ten most common words in a list",
+        prompt_budget="words in a list",
         answer_tokens=prompt_templates.COMMON_WORDS.answer_tokens,
         texts=lambda budget, setting: common_words(budget, setting.seed, setting.ruler.english_words),
         join=lambda words: " ".join(indexed(words)),
@@ -129,7 +129,7 @@ RULER_TASKS = (
     ),
     RulerTask(
         name="ruler_qa_1",
-        description="RULER: a question about one of many paragraphs (SQuAD, your file)",
+        description="RULER: a question about one paragraph among many (SQuAD, your file)",
         prompt_budget="other documents",
         answer_tokens=prompt_templates.QUESTION_ANSWERING.answer_tokens,
         texts=lambda budget, setting: read_squad(setting.ruler.squad).texts(budget, setting.seed),
@@ -137,7 +137,7 @@ RULER_TASKS = (
     ),
     RulerTask(
         name="ruler_qa_2",
-        description="RULER: a question about two of many paragraphs (HotpotQA, your file)",
+        description="RULER: a question about two paragraphs among many (HotpotQA, your file)",
         prompt_budget="other documents",
         answer_tokens=prompt_templates.QUESTION_ANSWERING.answer_tokens,
         texts=lambda budget, setting: read_hotpotqa(setting.ruler.hotpotqa).texts(budget, setting.seed),

@@ -71,7 +71,7 @@ def _worked_example(budget: Budget, random: _Numbers) -> str:
         # No prompt length helps here: the example's length is fixed in the script.
         raise ConfigError(
             f"task {budget.task}: RULER's worked example has {EXAMPLE_LENGTH} tokens at most, and with tokenizer "
-            f"{budget.tokenizer.path} the shortest one has more. Its pieces are too small: leave the task out."
+            f"{budget.tokenizer.path} the shortest one has more. Its tokens are too short: omit the task."
         ) from error
     return f"{text.prompt} {' '.join(text.answers)}\n"
 

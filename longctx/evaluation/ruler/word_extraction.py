@@ -96,9 +96,9 @@ def _enough_words(words: list[str], count: int, budget: Budget, english_words: P
         return words
     if english_words is None:
         raise ConfigError(
-            f"task {budget.task} at length={budget.length} draws {count:,} different words, and "
-            f"wonderwords has {len(words):,}. Give english_words.json of NVIDIA's RULER (a file of 8 MB in its "
-            "scripts/data/synthetic/json), or ask for a shorter length."
+            f"task {budget.task} at length={budget.length} needs {count:,} distinct words, and "
+            f"wonderwords has {len(words):,}. Give english_words.json from NVIDIA's RULER (8 MB, in its "
+            "scripts/data/synthetic/json), or try a shorter length."
         )
     return _read_english_words(english_words, count)
 
@@ -110,7 +110,7 @@ def _read_english_words(path: Path, count: int) -> list[str]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not NVIDIA's english_words.json: {error}. Copy the file itself.") from error
     if not isinstance(content, dict) or len(content) < count:
-        raise DataError(f"{path} holds fewer than {count:,} words. Copy NVIDIA's english_words.json itself.")
+        raise DataError(f"{path} contains fewer than {count:,} words. Copy NVIDIA's english_words.json itself.")
     return list(content.values())
 
 

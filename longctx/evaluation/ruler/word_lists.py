@@ -24,7 +24,7 @@ def read_words(name: str) -> list[str]:
     # With other words, every score would be a different measure under the same name.
     if installed != VERSION:
         raise ConfigError(
-            f"RULER's words are those of wonderwords {VERSION}; installed is {installed}. "
+            f"RULER's words come from wonderwords {VERSION}; installed: {installed}. "
             f"Install it: pip install wonderwords=={VERSION}"
         )
     text = (files("wonderwords") / "assets" / name).read_text(encoding="utf-8")

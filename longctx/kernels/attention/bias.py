@@ -39,12 +39,14 @@ def check_scores(scores: ScoreRules, num_heads: int) -> None:
         raise ConfigError(f"softcap={scores.softcap} must be above 0; use None for no cap.")
     slopes, bias = scores.alibi_slopes_H, scores.relative_bias
     if slopes is not None and tuple(slopes.shape) != (num_heads,):
-        raise ConfigError(f"ALiBi slopes of shape {tuple(slopes.shape)} for {num_heads} query heads; give one a head.")
+        raise ConfigError(
+            f"ALiBi slopes have shape {tuple(slopes.shape)} for {num_heads} query heads; give one per head."
+        )
     if bias is not None:
         if bias.table_NH.ndim != 2 or bias.table_NH.shape[1] != num_heads:
             shape = tuple(bias.table_NH.shape)
             raise ConfigError(
-                f"a bias table of shape {shape} for {num_heads} query heads; it must be [buckets, {num_heads}]."
+                f"the bias table has shape {shape} for {num_heads} query heads; expected [buckets, {num_heads}]."
             )
         _check_buckets(bias)
 
@@ -55,11 +57,11 @@ def _check_buckets(bias: RelativeBias) -> None:
         rule = "at least 2"
         if bias.bidirectional:
             rule = "an even number, at least 4"
-        raise ConfigError(f"a bias table of {num} buckets; it needs {rule}. T5 has 32.")
+        raise ConfigError(f"the bias table has {num} buckets; it needs {rule}. T5 has 32.")
     if bias.max_distance <= num // num_directions // 2:
         raise ConfigError(
-            f"max_distance={bias.max_distance} of a relative bias must exceed {num // num_directions // 2}, "
-            f"the distances that have a bucket each with {num} buckets. T5 has 128."
+            f"relative bias: max_distance={bias.max_distance} must exceed {num // num_directions // 2}: shorter "
+            f"distances have a bucket each with {num} buckets. T5 has 128."
         )
 
 

@@ -44,7 +44,7 @@ class BlockwiseKernel:
     def supports(self, request: KernelRequest) -> str | None:
         if not request.dtype.is_floating_point or request.dtype.itemsize < 2:
             dtype = str(request.dtype).removeprefix("torch.")
-            return f"computes with floating-point numbers of 16 bits or more, not with {dtype}"
+            return f"needs a floating-point dtype with 16 bits or more, not {dtype}"
         if request.device_type == "mps":
             return "the log-sum-exps are float64, which mps lacks"
         return None
@@ -167,7 +167,7 @@ def _forward_block(
             out, lse = tile_out, tile_lse
         else:
             fold_(out, lse, tile_out, tile_lse)
-    assert out is not None, "a block of rows without a tile"
+    assert out is not None, "row block without a tile"
     assert lse is not None
     return out, lse
 

@@ -180,7 +180,7 @@ class CpuFlashKernel:
 
     def _op(self, q_BtHD: Tensor, v_BsKV: Tensor, scores: ScoreRules) -> _Op:
         if scores.rules:
-            raise ConfigError("kernel cpu_flash has no soft cap and no bias. Try parallel.kernel=blockwise.")
+            raise ConfigError("kernel cpu_flash supports neither soft cap nor bias. Try parallel.kernel=blockwise.")
         dtype = _compute_dtype(q_BtHD.dtype, self.compute)
         return _Op(dtype, (q_BtHD.shape[-1], v_BsKV.shape[-1]), scores.scale)
 
@@ -214,7 +214,7 @@ def _compute_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
         if dtype == torch.float16:
             log.info("cpu_flash computes %s in float32: float16 partial sums overflow.", dtype)
         elif compute == "native":
-            log.info("cpu_flash computes %s as it is: this processor has bfloat16 instructions.", dtype)
+            log.info("cpu_flash computes %s natively: this processor has bfloat16 instructions.", dtype)
         else:
             log.info("cpu_flash computes %s in float32: this processor has no bfloat16 instructions.", dtype)
     if compute == "native":
@@ -274,7 +274,7 @@ class _Op(NamedTuple):
                 out, lse = tile_out, tile_lse
             else:
                 fold_(out, lse, tile_out, tile_lse)
-        assert out is not None, "a block of rows without a tile"
+        assert out is not None, "row block without a tile"
         assert lse is not None
         return out, lse
 

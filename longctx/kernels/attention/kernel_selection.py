@@ -89,7 +89,7 @@ def resolve_kernel(name: str, request: KernelRequest) -> KernelChoice:
     elif name in KERNELS:
         if unsupported_reason := KERNELS[name].supports(request):
             raise ConfigError(
-                f"parallel.kernel={name!r} cannot serve {request}: {unsupported_reason}. Try parallel.kernel=auto."
+                f"parallel.kernel={name!r} does not support {request}: {unsupported_reason}. Try parallel.kernel=auto."
             )
         choice = KernelChoice(KERNELS[name], f"parallel.kernel={name!r}", None)
     else:
@@ -123,11 +123,11 @@ def _first_that_serves(request: KernelRequest) -> KernelChoice:
     for kernel in order_of_auto(device_generation()):
         unsupported_reason = kernel.supports(request)
         if unsupported_reason is None:
-            reason = f"the fastest of those that serve it{_passed_over(refusals)}"
+            reason = f"the fastest kernel that supports it{_passed_over(refusals)}"
             return KernelChoice(kernel, reason, _install_hint(request, [KERNELS[name] for name in refusals]))
         refusals[kernel.name] = unsupported_reason
     lines = "".join(f"\n  {unsupported_reason}: {name}" for name, unsupported_reason in refusals.items())
-    raise ConfigError(f"no attention kernel serves {request}:{lines}")
+    raise ConfigError(f"no attention kernel supports {request}:{lines}")
 
 
 def device_generation() -> int | None:

@@ -25,7 +25,7 @@ class ReferenceKernel:
         if request.device_type == "mps":
             return "computes in float64, which mps lacks"
         if not request.dtype.is_floating_point:
-            return f"computes with floating-point numbers, not with {str(request.dtype).removeprefix('torch.')}"
+            return f"needs a floating-point dtype, not {str(request.dtype).removeprefix('torch.')}"
         return None
 
     def forward(

@@ -119,11 +119,15 @@ def check_call(
         sizes["carried rows"] = (initial_states.conv_state_sBRKC, (num_received, B, lookback, K, 2 * D + G * V))
     for name, (tensor, shape) in sizes.items():
         if tuple(tensor.shape) != shape:
-            raise ConfigError(f"gated delta rule: {name} has shape {tuple(tensor.shape)}; it needs {shape}.")
+            raise ConfigError(f"gated delta rule: {name} has shape {tuple(tensor.shape)}; expected {shape}.")
     if a.shape[-1] not in (1, D):
-        raise ConfigError(f"gated delta rule: a has {a.shape[-1]} decays a head; it needs 1, or {D} (one a channel).")
+        raise ConfigError(
+            f"gated delta rule: a has {a.shape[-1]} decays per head; expected 1, or {D} (one per channel)."
+        )
     if options.segments.documents.num_tokens != t:
-        raise ConfigError(f"{t} tokens are not the {options.segments.documents.num_tokens} of the segments.")
+        raise ConfigError(
+            f"gated delta rule: got {t} tokens; the segments have {options.segments.documents.num_tokens}."
+        )
 
 
 @dataclass(eq=False)

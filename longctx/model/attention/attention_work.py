@@ -80,7 +80,7 @@ def backward_work(
         _add_rows_(total.dv_BsKV, key_rows, part.dv_BsKV)
         if total.dbias_table_NH is not None and part.dbias_table_NH is not None:
             total = total._replace(dbias_table_NH=total.dbias_table_NH + part.dbias_table_NH)
-    assert total is not None, "no work at all"
+    assert total is not None, "no attention work"
     return total
 
 

@@ -35,19 +35,19 @@ class AttentionMask:
     def __post_init__(self) -> None:
         object.__setattr__(self, "documents", PackedDocuments.of(self.documents))
         if self.window is not None and self.window < 1:
-            raise ConfigError(f"window={self.window} must be at least 1: a query sees itself. None lifts the window.")
+            raise ConfigError(f"window={self.window} must be at least 1: a query sees itself. Use None for no window.")
         if self.sink_tokens < 0:
-            raise ConfigError(f"sink_tokens={self.sink_tokens} must not be negative; 0 has none.")
+            raise ConfigError(f"sink_tokens={self.sink_tokens} must be at least 0; 0 disables sink tokens.")
         self._check_stride()
         self._check_cross()
 
     def _check_stride(self) -> None:
         if self.stride < 0:
-            raise ConfigError(f"stride={self.stride} must not be negative; 0 has none.")
+            raise ConfigError(f"stride={self.stride} must be at least 0; 0 disables it.")
         # Sink tokens also belong to a class of the stride: their keys would count twice.
         if self.stride and (self.window is None or self.sink_tokens):
             raise ConfigError(
-                f"stride={self.stride} needs a window, and goes with no sink tokens; got window={self.window}, "
+                f"stride={self.stride} needs a window and no sink tokens; got window={self.window}, "
                 f"sink_tokens={self.sink_tokens}."
             )
 
@@ -55,7 +55,11 @@ class AttentionMask:
         if self.key_documents is None:
             return
         if self.causal or self.window is not None or self.sink_tokens or self.stride:
-            raise ConfigError("cross attention sees all of a document: it has no side, window, sink tokens or stride.")
+            raise ConfigError(
+                "cross attention sees complete source documents: it has no causal mask, window, sink tokens or stride."
+            )
         count, own = self.key_documents.num_documents, self.documents.num_documents
         if count != own:
-            raise ConfigError(f"{own} documents of queries and {count} of keys: each sees the one of its number.")
+            raise ConfigError(
+                f"got {own} query documents and {count} key documents: query document i sees key document i."
+            )

@@ -111,9 +111,9 @@ class SlotPlan:
 def pool_of(buffers: Sequence[LayerCache]) -> SlotLayer:
     """Return the slot memory that all of these buffers share, and count one more row in each."""
     pool = buffers[0].slots
-    assert pool is not None, "rows that are in no slot"
+    assert pool is not None, "rows without a slot"
     for buffer in buffers:
-        assert buffer.slots is pool, "rows of several pools"
+        assert buffer.slots is pool, "rows from several pools"
         buffer.count_row()
     return pool
 

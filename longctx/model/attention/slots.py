@@ -41,7 +41,7 @@ class SlotPool:
 
     def release(self, slot: CacheSlot) -> None:
         """Release the slot for another sequence."""
-        assert slot.number not in self._free, f"slot {slot.number} is free already"
+        assert slot.number not in self._free, f"slot {slot.number} is already free"
         # Rows stay as they are: the next sequence overwrites them, and masks hide the rest.
         self._free.append(slot.number)
 

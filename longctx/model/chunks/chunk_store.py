@@ -121,7 +121,7 @@ class OnDevice:
         if tokens.start in self._chunks:
             return Ready(self._chunks[tokens.start])
         # Reached if a core's backward returns no gradient for q, k and v.
-        assert self._whole is not None, "nothing was written there: a core's backward owes q, k and v a gradient each"
+        assert self._whole is not None, "missing chunk: a core's backward must return gradients for q, k and v"
         return Ready(self._whole[:, tokens])
 
     def whole(self) -> Ready[Tensor]:

@@ -30,7 +30,7 @@ class ChunkedCross:
     """One layer's cross attention in one forward pass and its backward."""
 
     def __init__(self, stream: ResidualStream, parts: LayerParts, call: CrossCall, *, needs_grad: bool) -> None:
-        assert isinstance(parts.block, CrossBlock), "a layer that reads no source"
+        assert isinstance(parts.block, CrossBlock), "a layer without cross attention"
         self.stream, self.parts, self.call, self.needs_grad = stream, parts, call, needs_grad
         self.block: CrossBlock = parts.block
 

@@ -146,7 +146,7 @@ class ChunkedLayer:
         x, projected, attended, crossed = self.x, self.projected, self.attended, self.crossed
         # Used values make room for the next ones.
         self.x = self.projected = self.attended = self.crossed = None
-        assert x is not None, "a second backward pass through one graph"
+        assert x is not None, "second backward pass through one graph"
         # Only with keep="inputs": the ring runs a second time.
         if attended is None:
             projected = projected or self._project(x)

@@ -93,7 +93,7 @@ class _GroupSums:
 
     def add(self, group: int, gradient: Tensor) -> None:
         """Add a group's gradient; groups come in order."""
-        assert gradient is not None, "a core's backward owes q, k and v a gradient each"
+        assert gradient is not None, "a core's backward must return gradients for q, k and v"
         dtype, total = gradient.dtype, gradient
         if self._total is not None:
             # This object owns the sum, so it may be written to.

@@ -100,5 +100,5 @@ def groups_in_turn(values: Sequence[ByGroups], *, release_inputs: bool) -> Itera
 
 
 def _require_group(group: Stored | None) -> Stored:
-    assert group is not None, "the group's place was given back"
+    assert group is not None, "the group's buffer was already released"
     return group

@@ -104,7 +104,7 @@ class WeightSums:
         for n, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            assert n not in self._finished, "a gradient for a weight whose sum was finished"
+            assert n not in self._finished, "gradient for a weight after its sum was finished"
             total = self._sums[n]
             # The first one becomes the sum: no zeros are allocated for weights that no chunk uses.
             if total is None:

@@ -43,7 +43,7 @@ class ResidualStream:
 
     def take_values(self) -> Stored:
         """Return the residual stream that a layer reads; the caller then owns it."""
-        assert self.values is not None, "no residual stream has entered"
+        assert self.values is not None, "the residual stream has no values"
         values, self.values = self.values, None
         return values
 
@@ -51,8 +51,8 @@ class ResidualStream:
         """Return a layer's output gradient; the caller then owns it."""
         if self.gradient is None:
             raise ConfigError(
-                "layers by chunks keep what one backward pass reads, and this is a second one through the same graph. "
-                "Run forward again, or set chunk_tokens=0."
+                "chunked layers save activations for one backward pass, and this is a second one through the same "
+                "graph. Run forward again, or set chunk_tokens=0."
             )
         gradient, self.gradient = self.gradient, None
         return gradient

@@ -87,7 +87,7 @@ class GradientSum:
         if not self._rounds_each:
             return self._whole()[expert], is_first
         if self._open is None or self._open[0] != expert:
-            assert is_first or self._alone == expert, "all blocks of an expert follow one another"
+            assert is_first or self._alone == expert, "an expert's blocks must be consecutive"
             buffer = self._round_open()
             if buffer is None:
                 buffer = torch.empty(self._weight.shape[1:], dtype=self._sum_dtype, device=self._weight.device)

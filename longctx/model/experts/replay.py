@@ -75,8 +75,8 @@ class RoutingReplay:
         shapes = [tuple(ids.shape) for ids in self._given]
         if shapes != wanted:
             raise ConfigError(
-                f"the replayed routing has {len(shapes)} layers of {sorted(set(shapes))} ids (tokens × choices); "
-                f"this model and batch need {layers} of {wanted[:1]}. Record it with the same model and batches."
+                f"the replayed routing has {len(shapes)} layers with ids {sorted(set(shapes))} (tokens × choices); "
+                f"this model and batch need {layers} with {wanted[:1]}. Record it with the same model and batches."
             )
         for layer, ids in enumerate(self._given):
             if not ids.numel():
@@ -84,8 +84,8 @@ class RoutingReplay:
             low, high = int(ids.min()), int(ids.max())
             if low < -1 or high >= config.num_experts:
                 raise ConfigError(
-                    f"the replayed routing of expert layer {layer} has ids from {low} to {high}; experts are 0 to "
-                    f"{config.num_experts - 1}, and -1 is none."
+                    f"expert layer {layer}: the replayed routing has ids from {low} to {high}; experts are 0 to "
+                    f"{config.num_experts - 1}, and -1 means no expert."
                 )
 
 

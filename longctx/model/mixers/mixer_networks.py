@@ -41,7 +41,7 @@ def with_local_cores(cores: Mapping[str, AttentionCore], matmul_mode: MatmulMode
     known = sorted(local.keys() | {CROSS})
     unknown = set(cores).difference(known)
     if unknown:
-        raise ConfigError(f"no mixer has the core {sorted(unknown)}; known: {known}.")
+        raise ConfigError(f"mixer cores {sorted(unknown)} are unknown. Try one of {known}.")
     found = {**local, **cores}
     # Across ranks too: cross attention is softmax attention with separate documents for the keys.
     return {CROSS: found["softmax"], **found}

@@ -55,12 +55,12 @@ class _MessageError:
         if self.received is None:
             return text.replace(" got ", " did not get ", 1) + ", which that rank sent."
         if self.content is None:
-            return f"{text}: other bytes than were sent, of no message of rank {message.sender}."
+            return f"{text}: its bytes match no message sent by rank {message.sender}."
         origin = f"{self.content.kind.words} to rank {self.content.receiver}, {self.content.where()}"
         step_text = "in the same step"
         if self.is_old:
-            step_text = "in the step before"
-        return f"{text}: in its place the bytes of another message, sent {step_text} ({origin})."
+            step_text = "in the previous step"
+        return f"{text}: its bytes are those from another message, sent {step_text} ({origin})."
 
 
 def find_differences(ledger: Ledger) -> str:
@@ -69,17 +69,17 @@ def find_differences(ledger: Ledger) -> str:
     errors = [error for receiver in range(len(ranks)) for error in _errors_at(receiver, ranks)]
     errors.sort(key=_time)
     lines = [error.describe() for error in errors[:_MAX_SHOWN]]
-    lines = [lines[0][0].upper() + lines[0][1:], *lines[1:]] if lines else ["The sums of messages themselves differ."]
+    lines = [lines[0][0].upper() + lines[0][1:], *lines[1:]] if lines else ["The message checksums themselves differ."]
     # Many messages between one pair suggest a link or a host; one message in every pair, the rank that they share.
     pairs = Counter((error.message.sender, error.message.receiver) for error in errors)
     if len(errors) > 1:
         most = pairs.most_common(_MAX_SHOWN)
         pair_counts = ", ".join(f"{count} from rank {sender} to rank {receiver}" for (sender, receiver), count in most)
-        lines.append(f"Messages that differ: {len(errors)} of {sum(len(r.received) for r in ranks)} ({pair_counts}).")
+        lines.append(f"Mismatched messages: {len(errors)} of {sum(len(r.received) for r in ranks)} ({pair_counts}).")
     involved = sorted({rank for pair in pairs for rank in pair})[: 2 * _MAX_SHOWN]
     hosts = ", ".join(f"rank {rank} on {ranks[rank].host}" for rank in involved)
     if hosts:
-        lines.append(f"Where they are: {hosts}.")
+        lines.append(f"Hosts: {hosts}.")
     return "\n".join(lines)
 
 

@@ -63,7 +63,7 @@ def start_watch(store: Store, options: WatchOptions) -> None:
     else:
         where = json.loads(store.get(_WHERE))
         if not where:
-            raise OSError("the ranks of the run there have all come; another run uses this port")
+            raise OSError("the run there already has all its ranks; another run uses this port")
         # Rank 0 runs on the rendezvous machine: launchers start it there.
         port = int(where["port"])
         _member = _join((rendezvous_host(), port), options, key=_find_key(store, where["file"]))
@@ -93,8 +93,8 @@ def _publish_key_on_request(store: Store, key: WatchKey) -> None:
     if not store.check([_KEY_REQUEST]) or store.check([_KEY_RESPONSE]):
         return
     log.warning(
-        "%s cannot read the key of the run's watch where rank 0 wrote it, so until all ranks have come it lies in the "
-        "store where they meet, for all who reach that port. Hand %s, 32 random letters and digits, to every rank.",
+        "%s cannot read the watch's key from rank 0's file, so until all ranks have joined, the rendezvous store holds "
+        "the key, readable through its port. To avoid this, set %s to 32 random letters and digits for every rank.",
         store.get(_KEY_REQUEST).decode(errors="replace"),
         KEY_VARIABLE,
     )

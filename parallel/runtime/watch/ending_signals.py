@@ -76,7 +76,7 @@ class EndingSignals:
 
 def signal_text(number: signal.Signals) -> str:
     """Return the message to the user after a signal before the first step."""
-    return f"Ended by {number.name} before the first step: there was nothing to save."
+    return f"Ended by {number.name} before the first step: no training state to save."
 
 
 def failure_of(number: signal.Signals, *, rank: int, stop_text: str) -> Failure:

@@ -44,7 +44,7 @@ class Failure:
         """Return the failure's origin, for the log."""
         if self.speaker is None:
             return f"rank {self.rank} failed"
-        return "the run was ended by its watch"
+        return "the watch ended the run"
 
     def awaits(self, rank: int) -> bool:
         """Return True if this rank was stopped, and the others wait only for it to end."""
@@ -79,7 +79,7 @@ class MessageStream:
         """Return the messages that ``data`` completes. Raise ValueError if it is not a message."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > 8 * _LONGEST:
-            raise ValueError("a message without end")
+            raise ValueError("unterminated message, too long")
         messages = [json.loads(line) for line in lines]
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError("not a message")

@@ -95,15 +95,15 @@ class HeartbeatLog:
             state, to_kill = hub.state(), (vars(hub),)
         time.sleep(_OTHERS_SECONDS)
         lines = [
-            f"ClusterError: the run hangs at step {ACTIVITY.step}, because of rank 0: not heard of for {seconds:.1f} s "
+            f"ClusterError: the run hangs at step {ACTIVITY.step}, because of rank 0: no heartbeat for {seconds:.1f} s "
             f"(run.timeout_seconds={options.timeout:g}).",
             f"Rank 0: {PROCESS_STATES[state]}.",
-            "The others were in:",
+            "The other ranks were in:",
         ]
         lines += self._first_lines(own)
         if options.folder is not None:
-            lines.append(f"Stacks of all threads: {options.folder / PREFIX}N.txt.")
-        lines.append("Go on from the newest checkpoint with --run.resume latest.")
+            lines.append(f"Thread stacks: {options.folder / PREFIX}N.txt.")
+        lines.append("Resume from the newest checkpoint with --run.resume latest.")
         text = "\n".join(part for part in (*lines, options.hint) if part)
         line.end_by(Failure(rank=-1, code=FAILED, text=text, speaker=FIRST_ALIVE, kills=to_kill))
 

@@ -73,9 +73,9 @@ class Member:
         # Add time for the coordinator, which reports the missing ranks itself.
         if not self.line.wait_met(self._options.rendezvous_seconds + REPORT_SECONDS, meanwhile):
             raise ClusterError(
-                f"rank {self._rank} came to rank 0 and heard no more of it for "
+                f"rank {self._rank} reached rank 0 but received no further message from it for "
                 f"{self._options.rendezvous_seconds:.0f} s.\n"
-                "Its process is stopped, or the network to its machine is cut: look there, then start again."
+                "Rank 0's process is stopped, or the network to its machine is cut: check there, then restart."
             )
         self._heartbeat_times.start(self.line)
 

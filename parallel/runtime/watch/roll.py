@@ -28,7 +28,7 @@ class Roll:
         """Add a rank; return the reason why it cannot belong to this run, or an empty text."""
         if process.rank not in range(self._world_size):
             return (
-                f"ClusterError: rank {process.rank} on {process.host} came to a run of {self._world_size} ranks. "
+                f"ClusterError: rank {process.rank} on {process.host} joined a run with {self._world_size} ranks. "
                 "Start all hosts with one hostfile and one command."
             )
         # Keep the first one: it may belong to a running job.
@@ -37,7 +37,7 @@ class Roll:
             return (
                 f"ClusterError: two processes are rank {process.rank}: {existing.pid} on {existing.host} and "
                 f"{process.pid} "
-                f"on {process.host}. Another run may use this port: choose one of its own (--master_port)."
+                f"on {process.host}. Another run may use this port: choose another one (--master_port)."
             )
         self.arrivals[process.rank] = process
         return ""
@@ -55,7 +55,7 @@ class Roll:
             [
                 "ClusterError: the ranks run different code:",
                 *_truncate(lines),
-                "Bring every host to the same state of the packages, then start again.",
+                "Install the same package versions and sources on every host, then restart.",
             ]
         )
 
@@ -65,11 +65,11 @@ class Roll:
         hosts = [f"  {format_ranks(ranks)} from {host}" for (host, _), ranks in _by_host(self.arrivals).items()]
         return "\n".join(
             [
-                f"ClusterError: {format_ranks(missing_ranks)} of {self._world_size} did not come to {address} within "
-                f"{seconds:.0f} s. There came:",
+                f"ClusterError: {format_ranks(missing_ranks)} of {self._world_size} did not join at {address} within "
+                f"{seconds:.0f} s. Joined:",
                 *_truncate(hosts),
-                "A rank that is missing ended before, has another --master_addr or --master_port, or cannot reach that "
-                "address.\nIts own output says which. If hosts start slowly, raise run.meet_seconds.",
+                "A missing rank exited earlier, has a different --master_addr or --master_port, or cannot reach that "
+                "address.\nIts own output shows which. If hosts start slowly, raise run.meet_seconds.",
             ]
         )
 

@@ -67,14 +67,14 @@ def detect_stall(states: Mapping[int, RankState], limit: float) -> Stall | None:
     missing_ranks = tuple(rank for rank, state in states.items() if state.silence >= limit)
     if missing_ranks:
         seconds = max(states[rank].silence for rank in missing_ranks)
-        return Stall(missing_ranks, f"not heard of for {seconds:.1f} s")
+        return Stall(missing_ranks, f"no heartbeat for {seconds:.1f} s")
     # As reported, without the time since: a rank may have continued since its last report.
     waits = [state.waited for state in states.values() if state.kind == TIMED]
     if max(waits, default=0.0) >= limit:
         return _stall(states, f"others have waited {max(waits):.1f} s for {{}}")
     if states and all(_is_quiet(state, limit) for state in states.values()):
         quiet = min(state.quiet for state in states.values())
-        return _stall(states, f"no rank has made progress for {quiet:.1f} s, for want of {{}}")
+        return _stall(states, f"no rank has made progress for {quiet:.1f} s, waiting for {{}}")
     return None
 
 

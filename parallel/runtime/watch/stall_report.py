@@ -14,7 +14,7 @@ _LINES = 10
 """Ranks, or groups of ranks with the same activity, that fit on a screen."""
 PROCESS_STATES = {
     "stopped": "its process is stopped (SIGSTOP, SIGTSTP or a debugger)",
-    "running": "its process runs, and a call into a library holds Python's lock",
+    "running": "its process runs, and a library call holds Python's GIL",
     "gone": "its process is gone",
     "": "its process is stopped, its machine is gone, or the network between them is cut",
 }
@@ -56,9 +56,9 @@ def stall_message(
     lines.append("Each rank was in:")
     lines += _table(states, reports, stall)
     if folder is not None:
-        lines.append(f"Stacks of all threads: {folder / PREFIX}N.txt, of every rank that could be asked.")
+        lines.append(f"Thread stacks: {folder / PREFIX}N.txt, from every rank that responded.")
     lines.append(
-        "Go on from the newest checkpoint with --run.resume latest. Where ranks may take that long, raise "
+        "Resume from the newest checkpoint with --run.resume latest. If ranks may take that long, raise "
         "run.timeout_seconds."
     )
     if hint:
@@ -72,10 +72,10 @@ def slow_rank_warning(
     """Return a one-line warning about ranks that others wait for."""
     state = states[ranks[0]]
     if state.silence > 0 and state.silence >= state.held:
-        text = f"was not heard of for {state.silence:.0f} s; last in: {state.activity}"
+        text = f"sent no heartbeat for {state.silence:.0f} s; last in: {state.activity}"
     else:
         waited = max((s.waited for s in states.values() if s.kind != WORKS), default=0.0)
-        text = f"keeps others waiting, for {waited:.0f} s; for {state.held:.0f} s in: {state.activity}"
+        text = f"kept others waiting for {waited:.0f} s; for {state.held:.0f} s in: {state.activity}"
     where = f" on {processes[ranks[0]].host}" if ranks[0] in processes else ""
     return f"{format_ranks(ranks)}{where} {text}"
 

@@ -74,8 +74,8 @@ class Coordinator:
             self._serve()
         # Otherwise the run would end by some timeout, with a wrong reason.
         except Exception as error:
-            log.exception("the hub of the run's watch failed")
-            text = f"ClusterError: the hub of the run's watch failed: {error!r}. This is a fault of longctx."
+            log.exception("the watch coordinator failed")
+            text = f"ClusterError: the watch coordinator failed: {error!r}. This is a bug in longctx."
             self._fail(Failure(rank=-1, code=FAILED, text=text, speaker=0))
 
     def _serve(self) -> None:
@@ -113,7 +113,7 @@ class Coordinator:
         # Any error: ranks send only valid messages, and no unrelated client may end this thread.
         except Exception as error:
             if not isinstance(error, StrangerError):
-                log.warning("dropped a connection to the watch's hub: %s: %s", type(error).__name__, error)
+                log.warning("dropped a connection to the watch coordinator: %s: %s", type(error).__name__, error)
             if self._door.guest(guest.socket) is not None:
                 self._handle_disconnect(guest)
 
@@ -179,7 +179,7 @@ def died(rank: int, host: str, hint: str) -> str:
     if host:
         place = f" on {host}"
     text = (
-        f"ClusterError: rank {rank}{place} died without a message. It was killed (the system does so when memory runs "
+        f"ClusterError: rank {rank}{place} died without a message. It was killed (the kernel does so if memory runs "
         "out: see dmesg there), or its machine was lost."
     )
     return "\n".join(part for part in (text, hint) if part)

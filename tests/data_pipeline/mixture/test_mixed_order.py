@@ -131,7 +131,7 @@ class TestEpochs:
         text = source("short", epochs=2) + source("mixed", epochs=1, weight=0.5) + source("long", epochs=3)
         order = order_of(write(folder, text, "epochs.toml"))
         rows, error = all_rows(order)
-        assert re.search(r"used up after .* \(short 2, mixed 1, long 3\)\.\n.*take fewer train.steps", error)
+        assert re.search(r"exhausted after .* \(short 2, mixed 1, long 3\)\.\n.*reduce train.steps", error)
         wanted = whole(folder, "short", 0, 2) + whole(folder, "mixed", 400) + whole(folder, "long", 550, 3)
         assert pieces_of(rows) == wanted
 
@@ -162,7 +162,7 @@ class TestUpsampling:
 
     def test_a_source_of_which_nothing_is_left_is_refused(self, folder: Path):
         path = write(folder, source("mixed", upsample="[{ min_tokens = 0, factor = 0 }]"), "none.toml")
-        with pytest.raises(DataError, match="has no documents left: upsample leaves out all"):
+        with pytest.raises(DataError, match="has no documents: upsample drops them all"):
             order_of(path).rows(order_of(path).start(), 1)
 
     @pytest.mark.parametrize("seed", range(12))
@@ -173,7 +173,7 @@ class TestUpsampling:
         )
         at = order.start()
         rows, error = all_rows(order)
-        assert "used up" in error
+        assert "exhausted" in error
         assert order.first_rows(None) == rows
         # Of the long source every token once; of the rare one at most once.
         assert max(pieces_of(rows).values()) == 1
@@ -314,18 +314,18 @@ class TestChangedFile:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (lambda state: state["sources"]["long"].update(manifest_hash="0"), "manifest_hash='0', the file '"),
+            (lambda state: state["sources"]["long"].update(manifest_hash="0"), "manifest_hash='0', but the mixture"),
             (lambda state: state["sources"]["long"].update(upsample=[[1, 2.0]]), "upsample="),
             (lambda state: state["sources"]["long"].update(block=99), "block 99 of epoch 0 has no row"),
             (lambda state: state["sources"]["long"].update(block_row=9999), "has no row 9999"),
-            (lambda state: state["sources"]["long"].update(epoch=-1), "whole numbers of at least 0"),
-            (lambda state: state["sources"]["long"].update(before=[[1]]), "pairs of a length and rows"),
+            (lambda state: state["sources"]["long"].update(epoch=-1), "integers from 0 to"),
+            (lambda state: state["sources"]["long"].update(before=[[1]]), "pairs of row length and row count"),
             (lambda state: state["sources"]["long"].update(before=[[128, 10**6]]), "has no row"),
-            (lambda state: state["sources"]["long"].pop("tokens"), "needs exactly the fields"),
-            (lambda state: state["sources"].update(long=3), "needs exactly the fields"),
-            (lambda state: state.update(seq_len=64), "seq_len=64, this run 128"),
-            (lambda state: state.update(sources=[]), "not one of a mixture"),
-            (lambda state: state.update(rows_consumed=1.5), "whole numbers of at least 0"),
+            (lambda state: state["sources"]["long"].pop("tokens"), "expected exactly the fields"),
+            (lambda state: state["sources"].update(long=3), "expected exactly the fields"),
+            (lambda state: state.update(seq_len=64), "seq_len=64, but this run has 128"),
+            (lambda state: state.update(sources=[]), "does not belong to a mixture"),
+            (lambda state: state.update(rows_consumed=1.5), "integers from 0 to"),
         ],
     )
     def test_a_state_of_other_data_or_a_damaged_one_is_refused(self, folder: Path, change, message: str):
@@ -338,7 +338,7 @@ class TestChangedFile:
     def test_a_folders_state_and_a_mixtures_are_not_each_others(self, folder: Path):
         (mixed,) = loaders(write(folder, source("mixed"), "kinds.toml"))
         (plain,) = loaders(folder / "mixed")
-        with pytest.raises(DataError, match="not one of a mixture"):
+        with pytest.raises(DataError, match="does not belong to a mixture"):
             mixed.load_state_dict(plain.state_dict())
         with pytest.raises(DataError, match="not a loader state"):
             plain.load_state_dict(mixed.state_dict())
@@ -402,15 +402,15 @@ class TestFile:
         ("text", "message"),
         [
             ("", "sources"),
-            ('[[source]]\nname = "a"\n', "source is no key. Did you mean sources"),
+            ('[[source]]\nname = "a"\n', "source is not a valid key. Did you mean sources"),
             (source("mixed", upsample="[{ min_token = 1, factor = 2 }]"), "upsample.0.min_token .*min_tokens"),
             ("sources = 3", "sources=3"),
-            ("sources = []", r"there is no \[\[sources\]\]"),
+            ("sources = []", r"\[\[sources\]\] is missing"),
             (source("mixed", weight='"1"'), "weight='1'"),
             (source("mixed", weight=-1), "weight=-1: Input should be greater than or equal to 0"),
-            (source("mixed", weight=0), "every weight is 0"),
+            (source("mixed", weight=0), "all weights are 0"),
             (source("mixed", epochs=0), "epochs=0: Input should be greater than or equal to 1"),
-            (source("mixed") + source("mixed"), "is empty or taken"),
+            (source("mixed") + source("mixed"), "is empty or already used"),
             (source("mixed", upsample="[{ min_tokens = 1, factor = -2 }]"), "min_tokens of at least 0"),
             ("temperature = 0\n" + source("mixed"), "temperature=0: Input should be greater than 0"),
             (source("mixed") + "[[stages]]\nfrom_tokens = 5\n[[stages]]\nfrom_tokens = 5\n", "must be at least 6"),

@@ -36,7 +36,7 @@ def test_a_pointer_is_left_out_by_its_name(name: str, tmp_path: Path):
     assert left_out(tmp_path, as_text=["a*"]) == (["good"], {"Git LFS pointer": 1})
     with pytest.raises(DataError, match=r"Git LFS pointer \(`git lfs pull` in its repository"):
         open_source(tmp_path, strict=True)
-    with pytest.raises(DataError, match=r"(?s)holds no text.*1 Git LFS pointer: a.*git lfs pull"):
+    with pytest.raises(DataError, match=r"(?s)contains no usable text.*1 Git LFS pointer: a.*git lfs pull"):
         open_source(tmp_path / name)
 
 

@@ -72,12 +72,12 @@ class TestFolders:
     def test_a_folder_without_text_is_an_error(self, tmp_path: Path, content: bytes | None):
         if content is not None:
             (tmp_path / "file").write_bytes(content)
-        with pytest.raises(DataError, match=r"no text that can be used:\n(.*\n)+.*stdlib"):
+        with pytest.raises(DataError, match=r"no usable text:\n(.*\n)+.*stdlib"):
             read(open_source(tmp_path))
 
     def test_a_missing_path_names_what_is_there(self, tmp_path: Path):
         (tmp_path / "corpus").mkdir()
-        with pytest.raises(DataError, match=r"does not exist.\n.*holds corpus"):
+        with pytest.raises(DataError, match=r"does not exist.\n.*contains corpus"):
             open_source(tmp_path / "korpus")
 
 

@@ -68,7 +68,7 @@ def test_a_vocabulary_that_does_not_fit_names_one_that_does(source: TextSource, 
     output = tmp_path / "bad.model"
     with pytest.raises(DataError, match=f"vocab_size=100 leaves no room.*Try {MIN_VOCAB_SIZE}"):
         train_tokenizer(source, output, vocab_size=100)
-    with pytest.raises(DataError, match=r"vocab_size=270 is less than .*\nTry (\d+) or more") as caught:
+    with pytest.raises(DataError, match=r"vocab_size=270 is too small for .*\nTry (\d+) or more") as caught:
         train_tokenizer(source, output, vocab_size=270)
     with pytest.raises(DataError, match=r"vocab_size=900000 is more than this corpus can fill. Try \d+ or less"):
         train_tokenizer(source, output, vocab_size=900_000)
@@ -88,7 +88,7 @@ def test_rare_characters_of_a_small_vocabulary_become_bytes(tmp_path: Path, capl
     texts = [*plain, rare, "naïve Fußgänger"]
     tokenizer = train_tokenizer(documents_of(texts), tmp_path / "a.model", vocab_size=512, kind=kind)
     assert tokenizer.vocab_size == 512
-    assert "the rarer ones become their bytes" in caplog.text
+    assert "rarer ones are encoded as bytes" in caplog.text
     for text in texts:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode("river stone cloud")) < 12, "common words have pieces"
@@ -101,7 +101,7 @@ def documents_of(texts: list[str]) -> list[Document]:
 
 
 def test_no_documents_is_an_error(tmp_path: Path):
-    with pytest.raises(DataError, match="no documents"):
+    with pytest.raises(DataError, match="No documents"):
         train_tokenizer([], tmp_path / "a.model", vocab_size=500)
 
 
@@ -125,5 +125,5 @@ def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer):
 
 def test_an_output_that_cannot_be_written_says_why(source: TextSource, tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"could not be written .*\n.*already stands there"):
+    with pytest.raises(DataError, match=r"could not be written .*\n.*already exists"):
         train_tokenizer(source, tmp_path / "file" / "a.model", vocab_size=400)

@@ -49,7 +49,7 @@ def test_the_same_texts_give_the_same_file(tmp_path: Path):
 
 
 def test_a_size_that_does_not_fit_names_one_that_does(tmp_path: Path):
-    for size, said in ((30, "letters of this corpus need"), (90_000, "more than this corpus can fill")):
+    for size, said in ((30, "letter in this corpus needs"), (90_000, "more than this corpus can fill")):
         with pytest.raises(DataError, match=said) as caught:
             train_tokenizer(documents(), tmp_path / "t.json", vocab_size=size, kind="wordpiece")
         nearest = int(str(caught.value).split("Try ")[1].split()[0])
@@ -63,19 +63,19 @@ def test_a_size_that_does_not_fit_names_one_that_does(tmp_path: Path):
             train_tokenizer(documents(), tmp_path / "t.json", vocab_size=size, kind="wordpiece")
         advised.add(str(caught.value).split("Try ")[1])
     assert len(advised) == 1, "the least size, wherever one starts"
-    with pytest.raises(DataError, match="no text to learn from"):
+    with pytest.raises(DataError, match="no text to train on"):
         train_tokenizer([Document("a", "\u200b\n")], tmp_path / "t.json", vocab_size=90, kind="wordpiece")
-    with pytest.raises(DataError, match="leaves no room beside 5 control ids"):
+    with pytest.raises(DataError, match="leaves no room for text after 5 control ids"):
         train_tokenizer(documents(), tmp_path / "t.json", vocab_size=6, kind="wordpiece")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"kind": "wordpiece", "fim": True}, "--fim goes with SentencePiece"),
-        ({"kind": "wordpiece", "sentinels": 3}, "--sentinels 3 goes with SentencePiece"),
-        ({"kind": "wordpiece", "mask": True}, "--mask is part of --kind wordpiece"),
-        ({"kind": "bpe", "keep_case": True}, "--cased is for --kind wordpiece"),
+        ({"kind": "wordpiece", "fim": True}, "--fim requires a SentencePiece"),
+        ({"kind": "wordpiece", "sentinels": 3}, "--sentinels 3 requires a SentencePiece"),
+        ({"kind": "wordpiece", "mask": True}, "--kind wordpiece already includes --mask"),
+        ({"kind": "bpe", "keep_case": True}, "--cased requires --kind wordpiece"),
     ],
 )
 def test_what_a_kind_does_not_have_is_refused(tmp_path: Path, options, said):

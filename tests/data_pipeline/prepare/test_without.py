@@ -60,7 +60,7 @@ def test_the_others_are_read_as_ever(damaged: Path, state: str):
 def test_the_manifest_counts_what_is_left(damaged: Path):
     before = Manifest.load(damaged)
     leave_out(damaged, [BAD])
-    with pytest.raises(ConfigError, match=f"{BAD} is left out of .* already"):
+    with pytest.raises(ConfigError, match=f"{BAD} is already left out of "):
         leave_out(damaged, [BAD])
     leave_out(damaged, ["00000.arrow"])
     after, shards = Manifest.load(damaged), ShardSet.open(damaged)
@@ -110,13 +110,13 @@ def test_building_again_writes_a_lost_shard_bit_for_bit(damaged: Path, source: T
 @pytest.mark.parametrize("name", ["00001", "1", "../00001.arrow", "/etc/passwd", "00001.sums", "", "x" * 5000])
 def test_what_is_no_shard_is_refused_with_the_nearest(damaged: Path, name: str):
     before = content(damaged)
-    with pytest.raises(ConfigError, match=r"is no shard of .*Did you mean 000\d\d\.arrow\?"):
+    with pytest.raises(ConfigError, match=r"is not a shard in .*Did you mean 000\d\d\.arrow\?"):
         leave_out(damaged, [name])
     assert content(damaged) == before
 
 
 def test_all_shards_are_refused(damaged: Path):
-    with pytest.raises(ConfigError, match=r"no document of .* would be left"):
+    with pytest.raises(ConfigError, match=r"would remove all documents from "):
         leave_out(damaged, [entry.file for entry in Manifest.load(damaged).shards])
 
 
@@ -158,13 +158,13 @@ def test_a_list_of_names_that_somebody_made_up_is_refused(damaged: Path, names: 
     del body["hash"]
     body["options"]["without"] = names
     (damaged / "manifest.json").write_text(json.dumps({**body, "hash": hash_json(body)}))
-    with pytest.raises(DataError, match=r"options\.without.* is no (list|name of a shard)"):
+    with pytest.raises(DataError, match=r"options\.without.* is not a (list|name of a shard)"):
         ShardSet.open(damaged)
 
 
 def test_a_list_of_an_earlier_release_is_not_read_over_in_silence(damaged: Path, tokenizer: Tokenizer):
     (damaged / "exclusions.json").write_text("{}")
-    with pytest.raises(DataError, match=r"exclusions\.json leaves shards out, and this release reads no such list"):
+    with pytest.raises(DataError, match=r"exclusions\.json lists excluded shards, which this release does not support"):
         ShardSet.open(damaged)
     (problem,) = find_problems(damaged)
     assert "exclusions.json" in problem

@@ -141,9 +141,7 @@ def test_bytes_of_a_token_are_not_known_of_examples(folders):
 def test_pairs_of_which_none_fits_are_refused_with_lengths_that_do(folders):
     folder: Path = folders["pairs"]
     asked: dict[str, Any] = {"seq_len": 2, "source_seq_len": 3}
-    said = (
-        r"(?s)no pair of .*pairs fits data.seq_len=2 and data.source_seq_len=3: the shortest has 3 tokens and a .* of"
-    )
+    said = r"(?s)no pair in .*pairs fits data.seq_len=2 and data.source_seq_len=3: the shortest has 3 tokens and"
     loader = build_loader(folder, rows_per_step=1, **asked)
     raising = {
         "the run's first lines": loader.pack_report,
@@ -156,7 +154,7 @@ def test_pairs_of_which_none_fits_are_refused_with_lengths_that_do(folders):
         with pytest.raises(ConfigError, match=said) as caught:
             call()
         assert ("validation.rows=0" in str(caught.value)) == (where == "validation")
-        assert "Try data.seq_len=64 and data.source_seq_len=64, which hold most of them" in str(caught.value)
+        assert "Try data.seq_len=64 and data.source_seq_len=64, which fit most pairs" in str(caught.value)
     # They do.
     then = build_loader(folder, rows_per_step=1, seq_len=64, source_seq_len=64).pack_report()
     assert 0 < (then.pairs_left_out or 0) < 0.2 * 600
@@ -179,7 +177,7 @@ def test_blocks_without_a_row_are_passed_over(tokenizer, tmp_path):
 def test_texts_too_short_for_an_example_are_refused(wordpiece, tmp_path):
     folder = write_lengths(tmp_path / "short", wordpiece, [3, 2, 3]).folder
     loader = build_loader(folder, rows_per_step=1, **OPTIONS["segments"])
-    said = r"(?s)segments .nsp. take 2 or more tokens of a text, and .*short has no such text: the longest has 1\."
+    said = r"(?s)segments .nsp. require texts with at least 2 tokens, but the longest text in .*short has 1\."
     for call in (loader.pack_report, lambda: next(loader)):
         with pytest.raises(ConfigError, match=said):
             call()
@@ -191,7 +189,7 @@ def test_a_mixture_of_pairs_is_refused_at_once(folders, tmp_path):
     mixture = tmp_path / "mix.toml"
     sources = (("a", folders["segments"]), ("b", folders["pairs"]))
     mixture.write_text("".join(f'[[sources]]\nname = "{name}"\npath = "{path}"\n' for name, path in sources))
-    said = "(?s)source 'b' of .*mix.toml holds pairs.*Build one folder of all pairs"
+    said = "(?s)source 'b' in .*mix.toml contains pairs.*Build one folder from all pairs"
     for call in (
         lambda: describe_mixture(mixture),
         lambda: build_loader(mixture, seq_len=64, rows_per_step=1),
@@ -203,5 +201,5 @@ def test_a_mixture_of_pairs_is_refused_at_once(folders, tmp_path):
 
 
 def test_a_length_of_sources_alone_is_refused(folders):
-    with pytest.raises(ConfigError, match=r"source_seq_len=32 .* without a seq_len.\nTry --seq-len 32"):
+    with pytest.raises(ConfigError, match=r"source_seq_len=32 .* requires seq_len.\nTry --seq-len 32"):
         describe(folders["pairs"], source_seq_len=32)

@@ -116,9 +116,9 @@ class TestPacking:
             assert all(len(row) == 1 for row in rows(plan))
 
     def test_what_does_not_go_together_is_refused(self):
-        with pytest.raises(ConfigError, match=r"min_rest_tokens=0 must be at least 1, which keeps every rest"):
+        with pytest.raises(ConfigError, match=r"min_rest_tokens=0 must be at least 1 \(1 keeps every rest\)"):
             Packing(min_rest_tokens=0)
-        with pytest.raises(ConfigError, match="cuts wherever a row ends"):
+        with pytest.raises(ConfigError, match="cuts documents at every row end"):
             Packing("concatenate", 5)
         with pytest.raises(ConfigError, match="must be one of best_fit, concatenate, one_document"):
             Packing("first_fit")  # type: ignore[arg-type]

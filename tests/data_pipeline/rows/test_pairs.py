@@ -172,7 +172,7 @@ def test_a_run_goes_on_at_any_step(folder: Path):
             assert torch.equal(got.tokens, batch.tokens)
             assert torch.equal(got.source.tokens, batch.source.tokens)
     other = build_loader(folder, **{**options, "source_seq_len": SOURCE_SEQ_LEN + 1})
-    with pytest.raises(DataError, match=f"source_seq_len={SOURCE_SEQ_LEN}, this run {SOURCE_SEQ_LEN + 1}"):
+    with pytest.raises(DataError, match=f"source_seq_len={SOURCE_SEQ_LEN}, but this run has {SOURCE_SEQ_LEN + 1}"):
         other.load_state_dict(states[0])
 
 
@@ -187,15 +187,15 @@ def test_held_out_pairs_are_read_in_their_order(folder: Path):
 
 
 def test_what_is_refused(folder: Path, pairs: Path, built: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"holds pairs.*data.source_seq_len"):
+    with pytest.raises(ConfigError, match=r"contains pairs.*data.source_seq_len"):
         build_loader(folder, seq_len=64, rows_per_step=1)
-    with pytest.raises(ConfigError, match="holds none"):
+    with pytest.raises(ConfigError, match="contains none"):
         build_loader(built, seq_len=64, source_seq_len=64, rows_per_step=1)
-    with pytest.raises(ConfigError, match="pairs are whole"):
+    with pytest.raises(ConfigError, match="pairs must stay uncut"):
         next(build_loader(folder, seq_len=64, source_seq_len=64, rows_per_step=1, packing=Packing("concatenate")))
     with pytest.raises(DataError, match=r"has no pairs in fields 'fr' .source. and 'de'"):
         open_source(pairs, text_field="de", source_field="fr")
-    with pytest.raises(DataError, match="are one field"):
+    with pytest.raises(DataError, match="are the same field"):
         open_source(pairs, text_field="de", source_field="de")
-    with pytest.raises(DataError, match="--format messages reads conversations"):
+    with pytest.raises(DataError, match="--format messages selects conversations"):
         open_source(pairs, text_field="de", source_field="en", format="messages")

@@ -174,7 +174,7 @@ def test_what_is_refused(folder, built, tmp_path):
         )
     with pytest.raises(ConfigError, match="has 20 sentinels"):
         build_loader(folder, seq_len=512, source_seq_len=2048, rows_per_step=1, packing=Packing(examples=RULE))
-    with pytest.raises(ConfigError, match="hold not one token"):
+    with pytest.raises(ConfigError, match="do not fit a single token"):
         build_loader(folder, seq_len=1, source_seq_len=8, rows_per_step=1, packing=Packing(examples=RULE))
     for bad in ((0.0, 3.0), (1.0, 3.0), (0.15, 0.5), (float("nan"), 3.0)):
         with pytest.raises(ConfigError, match="must be"):

@@ -142,7 +142,7 @@ def test_a_folder_says_where_its_paragraphs_begin(tmp_path, wordpiece):
     assert not ShardSet.open(tmp_path / "out").manifest.has_sources
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"a": "x", "b": "y"}\n')
-    with pytest.raises(DataError, match="--paragraphs keeps where those of texts begin"):
+    with pytest.raises(DataError, match="--paragraphs records paragraph starts"):
         build_shards(open_source(pairs, source_field="a", text_field="b"), wordpiece, tmp_path / "no", paragraphs=True)
 
 
@@ -228,17 +228,17 @@ def test_without_long_documents_segments_stay_together(tmp_path, wordpiece):
 
 
 def test_what_is_refused(folder, built, tmp_path, wordpiece):
-    with pytest.raises(ConfigError, match="holds no two segments"):
+    with pytest.raises(ConfigError, match="cannot fit two segments"):
         build_loader(folder, seq_len=4, rows_per_step=1, packing=Packing(examples=SegmentRule("nsp")))
     packing = Packing("concatenate", examples=SegmentRule("nsp"))
-    with pytest.raises(ConfigError, match="concatenate cuts wherever"):
+    with pytest.raises(ConfigError, match="concatenate cuts documents"):
         next(build_loader(folder, seq_len=64, rows_per_step=1, packing=packing))
     mixture = tmp_path / "mixture.toml"
     mixture.write_text(f'[[source]]\nname = "a"\nfolder = "{folder}"\nshare = 1.0\n')
-    with pytest.raises(ConfigError, match="are made of the texts of one folder"):
+    with pytest.raises(ConfigError, match="require texts from one folder"):
         build_loader(mixture, seq_len=64, rows_per_step=1, packing=Packing(examples=SegmentRule("nsp")))
     one = tmp_path / "one.txt"
     one.write_text("some words")
     build_shards(open_source(one), wordpiece, tmp_path / "one", validation_fraction=0)
-    with pytest.raises(ConfigError, match="has one"):
+    with pytest.raises(ConfigError, match="has only one"):
         TextSegments(SegmentRule("nsp"), ShardSet.open(tmp_path / "one"), seed=0)

@@ -187,7 +187,7 @@ def test_what_cannot_be_masked_is_refused(folder, source, tmp_path):
     assert validation.bytes_per_token is None
     assert build_validation_loader(folder, seq_len=SEQ_LEN).bytes_per_token
     for rate in (0.0, 1.0, -0.1, float("nan")):
-        with pytest.raises(ConfigError, match="must be a share above 0 and below 1"):
+        with pytest.raises(ConfigError, match="must be above 0 and below 1"):
             MaskRule(rate)
     tokenizer = train_tokenizer(source, tmp_path / "t.model", vocab_size=400)
     build_shards(source, tokenizer, tmp_path / "shards")

@@ -107,7 +107,7 @@ class TestOlderFolders:
 
     def test_sums_of_some_shards_are_refused(self, copied: Path):
         edit(copied / "manifest.json", lambda body: body["shards"][0].pop("sums"), seal=True)
-        with pytest.raises(DataError, match=r"00001\.arrow has sums of its blocks and other shards have none"):
+        with pytest.raises(DataError, match=r"00001\.arrow has block checksums, but other shards do not"):
             Manifest.load(copied)
 
 
@@ -276,7 +276,7 @@ class TestOneFlippedBit:
 
 def test_missing_or_other_sums_are_named(copied: Path):
     (copied / "00000.sums").rename(copied / "kept")
-    with pytest.raises(DataError, match=r"00000\.sums is missing, though manifest\.json vouches for it"):
+    with pytest.raises(DataError, match=r"00000\.sums is missing, though manifest\.json lists its checksum"):
         ShardSet.open(copied).document(0)
     shutil.copy(copied / "00001.sums", copied / "00000.sums")
     with pytest.raises(DataError, match=r"00000\.sums is damaged"):
@@ -285,7 +285,7 @@ def test_missing_or_other_sums_are_named(copied: Path):
     (copied / "00000.sums").write_bytes(b"12345678")
     sums = xxhash.xxh3_128_hexdigest(b"12345678")
     edit(copied / "manifest.json", lambda body: body["shards"][0].update(sums=sums), seal=True)
-    with pytest.raises(DataError, match=r"00000\.sums holds 8 bytes, which are not the sums of"):
+    with pytest.raises(DataError, match=r"00000\.sums has 8 bytes, which do not match a shard of"):
         ShardSet.open(copied).document(0)
 
 

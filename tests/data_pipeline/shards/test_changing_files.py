@@ -125,5 +125,5 @@ def test_a_file_that_was_not_mapped_yet_is_looked_at_when_it_is(folder: Path):
     shards = ShardSet.open(folder)
     shards.document(6)
     cut(folder / "00000.arrow")
-    with pytest.raises(DataError, match=r"00000\.arrow has 1000 bytes where manifest\.json says"):
+    with pytest.raises(DataError, match=r"00000\.arrow has 1000 bytes, but manifest\.json lists"):
         shards.document(0)

@@ -98,12 +98,12 @@ def test_a_flipped_bit_of_the_runs_is_named(folder: Path):
 
 
 RUNS: dict[str, tuple[pa.Array, str]] = {
-    "an odd number of bounds": (pa.array([[0, 1, 2]], pa.large_list(pa.int64())), "are no runs"),
-    "descending": (pa.array([[2, 1]], pa.large_list(pa.int64())), "are no runs"),
-    "empty runs": (pa.array([[1, 1]], pa.large_list(pa.int64())), "are no runs"),
-    "before the document": (pa.array([[-1, 2]], pa.large_list(pa.int64())), "are no runs"),
-    "behind the document": (pa.array([[0, 4]], pa.large_list(pa.int64())), "are no runs"),
-    "far behind": (pa.array([[0, 2**62]], pa.large_list(pa.int64())), "are no runs"),
+    "an odd number of bounds": (pa.array([[0, 1, 2]], pa.large_list(pa.int64())), "are not valid runs"),
+    "descending": (pa.array([[2, 1]], pa.large_list(pa.int64())), "are not valid runs"),
+    "empty runs": (pa.array([[1, 1]], pa.large_list(pa.int64())), "are not valid runs"),
+    "before the document": (pa.array([[-1, 2]], pa.large_list(pa.int64())), "are not valid runs"),
+    "behind the document": (pa.array([[0, 4]], pa.large_list(pa.int64())), "are not valid runs"),
+    "far behind": (pa.array([[0, 2**62]], pa.large_list(pa.int64())), "are not valid runs"),
     "of another type": (pa.array([[0, 1]], pa.large_list(pa.int32())), "its counted tokens are"),
     "no list": (pa.array([1], pa.int64()), "its counted tokens are int64"),
     "a missing value": (pa.array([None], pa.large_list(pa.int64())), "a value is missing"),
@@ -129,17 +129,17 @@ def test_a_manifest_that_counts_otherwise_is_found(tokenizer: Tokenizer, tmp_pat
         entry: Any = dataclasses.replace(manifest.shards[0], counted=counted)
         seal(folder, dataclasses.replace(manifest, shards=[entry]))
 
-    assert "says of 2 tokens that they count, and manifest.json of 0" in find_problems(folder)[0]
+    assert "has 2 counted tokens, but manifest.json lists 0" in find_problems(folder)[0]
     sealed(2)
     assert find_problems(folder) == []
     sealed(3)
-    assert "says of 2 tokens that they count, and manifest.json of 3" in find_problems(folder)[0]
+    assert "has 2 counted tokens, but manifest.json lists 3" in find_problems(folder)[0]
     sealed(4)
-    assert "counted=4 cannot be of 3 tokens" in refusal(lambda: ShardSet.open(folder))
+    assert "counted=4 exceeds its 3 tokens" in refusal(lambda: ShardSet.open(folder))
 
 
 def test_a_manifest_of_a_mask_beside_shards_without_one_is_refused(tokenizer: Tokenizer, tmp_path: Path):
     folder = forge(tmp_path / "f", tokenizer)
     manifest = Manifest.load(folder)
     seal(folder, dataclasses.replace(manifest, shards=[dataclasses.replace(manifest.shards[0], counted=1)]))
-    assert "says of no token that it counts" in refusal(lambda: ShardSet.open(folder).document(0))
+    assert "has no counted tokens" in refusal(lambda: ShardSet.open(folder).document(0))

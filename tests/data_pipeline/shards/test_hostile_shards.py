@@ -66,10 +66,10 @@ class TestIds:
         padding = tokenizer.special.padding
         assert padding is not None
         problems = find_problems(forge(tmp_path / "f", tokenizer, tokens(5, padding, 6), padding=9))
-        assert "has vocab_size=700 and padding=9, the tokenizer beside it 700 and 3" in problems[0]
-        assert f"holds id {padding}, which is padding" in problems[1]
+        assert "has vocab_size=700 and padding=9, but its tokenizer has 700 and 3" in problems[0]
+        assert f"contains the padding id {padding} in document" in problems[1]
 
-    @pytest.mark.parametrize(("ids", "said"), [((5, 700), "holds id 700"), ((65_535,), "holds id 65535")])
+    @pytest.mark.parametrize(("ids", "said"), [((5, 700), "contains id 700"), ((65_535,), "contains id 65535")])
     def test_beyond_the_vocabulary(self, tokenizer: Tokenizer, tmp_path: Path, ids, said: str):
         (problem,) = find_problems(forge(tmp_path / "f", tokenizer, tokens(*ids)))
         assert f"{said}, outside the vocabulary of 700" in problem
@@ -79,18 +79,18 @@ class TestIds:
         """−1 without its sign is the last id of a vocabulary as large as the type."""
         last = vocab_size - 1
         (problem,) = find_problems(forge(tmp_path / "f", tokenizer, tokens(5, last, kind=kind), vocab_size=vocab_size))
-        assert f"has vocab_size={vocab_size} and padding=3, the tokenizer beside it 700 and 3" in problem
+        assert f"has vocab_size={vocab_size} and padding=3, but its tokenizer has 700 and 3" in problem
 
     def test_wider_than_the_vocabulary(self, tokenizer: Tokenizer, tmp_path: Path):
         folder = forge(tmp_path / "f", tokenizer, tokens(5, 6, kind=pa.uint32()))
-        assert "holds ids of uint32" in find_problems(folder)[0]
+        assert "has ids of type uint32" in find_problems(folder)[0]
 
     @pytest.mark.parametrize("kind", [pa.int16(), pa.int64()])
     def test_below_zero_with_a_sign(self, tokenizer: Tokenizer, tmp_path: Path, kind):
         folder = forge(tmp_path / "f", tokenizer, tokens(5, -1, kind=kind))
         (problem,) = find_problems(folder)
-        assert "is no shard: its tokens are large_list<item: int" in problem
-        assert "is no shard" in refusal(lambda: read_all(ShardSet.open(folder)))
+        assert "is not a shard: its tokens are large_list<item: int" in problem
+        assert "is not a shard" in refusal(lambda: read_all(ShardSet.open(folder)))
 
 
 COLUMNS: dict[str, dict[str, Any]] = {

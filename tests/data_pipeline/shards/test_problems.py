@@ -61,8 +61,8 @@ class TestMixedUpFolders:
 
     def test_another_tokenizer(self, folder: Path, source, tmp_path: Path):
         train_tokenizer(source, folder / "tokenizer.model", vocab_size=400)
-        assert ["is not the tokenizer that made these shards" in problem for problem in find_problems(folder)] == [True]
-        with pytest.raises(DataError, match="not the tokenizer that made these shards"):
+        assert ["does not match these shards" in problem for problem in find_problems(folder)] == [True]
+        with pytest.raises(DataError, match="does not match these shards"):
             ShardSet.open(folder).tokenizer()
 
     def test_damage_of_a_folder_without_sums(self, folder: Path):
@@ -89,7 +89,7 @@ class TestWrongContent:
         write(folder, tokenizer, [[5, 6], [7, 8, padding, 9], [padding]])
         tokenizer.save(folder)
         assert find_problems(folder) == [
-            f"{folder / '00000.arrow'} holds id {padding}, which is padding, in document 1 (d1)."
+            f"{folder / '00000.arrow'} contains the padding id {padding} in document 1 (d1)."
         ]
 
     def test_a_source_that_is_not_there(self, tokenizer: Tokenizer, tmp_path: Path):
@@ -97,12 +97,12 @@ class TestWrongContent:
         write(folder, tokenizer, [[5, 6]], source=3)
         tokenizer.save(folder)
         assert find_problems(folder) == [
-            f"{folder / '00000.arrow'} holds documents of source 3, and manifest.json lists 1."
+            f"{folder / '00000.arrow'} has documents from source 3, but manifest.json lists 1."
         ]
 
     def test_lengths_that_are_not_those_of_the_manifest(self, folder: Path):
         edit(folder / "manifest.json", lambda body: body.update(length_histogram={"2^3": 3}), seal=True)
-        assert find_problems(folder) == [f"{folder}: the documents do not have the lengths that manifest.json counts."]
+        assert find_problems(folder) == [f"{folder}: the document lengths do not match the histogram in manifest.json."]
 
 
 def of_shard(**changed: Any) -> Callable[[dict], object]:
@@ -114,35 +114,35 @@ def of_folder(**changed: Any) -> Callable[[dict], object]:
 
 
 FORGED: dict[str, tuple[Callable[[dict], object], str]] = {
-    "above": (of_shard(file="../00001.arrow"), r"shards\[1\]\.file='../00001.arrow' is no name of a shard"),
-    "below": (of_shard(file="validation/00000.arrow"), r"is no name of a shard in this folder"),
-    "absolute": (of_shard(file="/etc/passwd.arrow"), r"is no name of a shard in this folder"),
-    "hidden": (of_shard(file=".00001.arrow"), "is no name of a shard"),
-    "a zero byte": (of_shard(file="00001\0.arrow"), "is no name of a shard"),
-    "a new line": (of_shard(file="00001.arrow\n"), "is no name of a shard"),
-    "of another kind": (of_shard(file="manifest.json"), "is no name of a shard"),
+    "above": (of_shard(file="../00001.arrow"), r"shards\[1\]\.file='../00001.arrow' is not a name of a shard"),
+    "below": (of_shard(file="validation/00000.arrow"), r"is not a name of a shard in this folder"),
+    "absolute": (of_shard(file="/etc/passwd.arrow"), r"is not a name of a shard in this folder"),
+    "hidden": (of_shard(file=".00001.arrow"), "is not a name of a shard"),
+    "a zero byte": (of_shard(file="00001\0.arrow"), "is not a name of a shard"),
+    "a new line": (of_shard(file="00001.arrow\n"), "is not a name of a shard"),
+    "of another kind": (of_shard(file="manifest.json"), "is not a name of a shard"),
     "listed twice": (of_shard(file="00000.arrow"), r"00000\.arrow is listed twice"),
-    "a fraction of a document": (of_shard(documents=1.0), r"shards\[1\]\.documents=1\.0 is no whole number"),
-    "true for a number": (of_shard(documents=True), r"documents=True is no whole number"),
+    "a fraction of a document": (of_shard(documents=1.0), r"shards\[1\]\.documents=1\.0 is not an integer"),
+    "true for a number": (of_shard(documents=True), r"documents=True is not an integer"),
     "no document": (of_shard(documents=0), r"00001\.arrow cannot hold 0 documents and 500 tokens"),
     "more than fit": (of_shard(tokens=10**15), r"00001\.arrow cannot hold 1 documents and 1000\d+ tokens"),
     "more documents than tokens": (of_shard(documents=501), r"00001\.arrow cannot hold 501 documents"),
-    "no checksum": (of_shard(xxh3_128=""), r"xxh3_128='' is no checksum of 32 hex digits"),
-    "a field too many": (of_shard(size=3), r"shards\[1\] has the key 'size'"),
-    "shards that are none": (of_folder(shards=3), "shards=3 is no list"),
-    "a list for counts": (of_folder(skipped=[]), r"skipped=\[\] is no object"),
+    "no checksum": (of_shard(xxh3_128=""), r"xxh3_128='' is not a checksum of 32 hex digits"),
+    "a field too many": (of_shard(size=3), r"shards\[1\] has the unknown key 'size'"),
+    "shards that are none": (of_folder(shards=3), "shards=3 is not a list"),
+    "a list for counts": (of_folder(skipped=[]), r"skipped=\[\] is not an object"),
     "a split of its own": (of_folder(split="test"), "split='test' is none of"),
-    "a power without end": (of_folder(length_histogram={"2^99999999999": 1}), "is no power of two"),
-    "a length that is no power": (of_folder(length_histogram={"many": 1}), "is no power of two"),
-    "counts below zero": (of_folder(length_histogram={"2^3": -1}), "is no whole number"),
-    "sources that are text": (of_folder(sources=["x"]), r"sources\[0\]='x' is no object"),
-    "a tokenizer of no name": (of_folder(tokenizer=""), "tokenizer='' is no printable name"),
-    "a tokenizer that paints": (of_folder(tokenizer="\x1b[31m"), "is no printable name"),
-    "tokens without end": (of_folder(tokens=10**30), "is no whole number"),
-    "a list that is elsewhere": (of_folder(left_out="../../etc/passwd"), "is no checksum of 32 hex digits"),
-    "padding beyond the vocabulary": (of_folder(padding=700), r"padding=700 and vocab_size=700"),
+    "a power without end": (of_folder(length_histogram={"2^99999999999": 1}), "is not a power of two"),
+    "a length that is no power": (of_folder(length_histogram={"many": 1}), "is not a power of two"),
+    "counts below zero": (of_folder(length_histogram={"2^3": -1}), "is not an integer"),
+    "sources that are text": (of_folder(sources=["x"]), r"sources\[0\]='x' is not an object"),
+    "a tokenizer of no name": (of_folder(tokenizer=""), "tokenizer='' is not a printable name"),
+    "a tokenizer that paints": (of_folder(tokenizer="\x1b[31m"), "is not a printable name"),
+    "tokens without end": (of_folder(tokens=10**30), "is not an integer"),
+    "a list that is elsewhere": (of_folder(left_out="../../etc/passwd"), "is not a checksum of 32 hex digits"),
+    "padding beyond the vocabulary": (of_folder(padding=700), r"padding=700 must be below vocab_size=700"),
     "a vocabulary without end": (of_folder(vocab_size=1 << 40), "vocab_size=1099511627776"),
-    "half a character": (of_folder(split="\ud800"), "half of a surrogate pair"),
+    "half a character": (of_folder(split="\ud800"), "an unpaired surrogate"),
 }
 
 
@@ -168,9 +168,9 @@ def test_a_sealed_manifest_that_cannot_be_right_is_refused(folder: Path, forgery
 def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path, file: str):
     (folder / file).rename(tmp_path / "elsewhere")
     (folder / file).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=rf"{file} leads out of its folder"):
+    with pytest.raises(DataError, match=rf"{file} links outside of its folder"):
         read_all(ShardSet.open(folder))
-    assert [f"{file} leads out of its folder" in problem for problem in find_problems(folder)] == [True]
+    assert [f"{file} links outside of its folder" in problem for problem in find_problems(folder)] == [True]
     # A link within it is none of our business.
     (folder / file).unlink()
     (tmp_path / "elsewhere").rename(folder / "moved")

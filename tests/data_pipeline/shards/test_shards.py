@@ -108,7 +108,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "manifest.json is damaged",
     ),
     "missing manifest": (lambda f: (f / "manifest.json").unlink(), "is not a shard folder"),
-    "a list for a manifest": (lambda f: (f / "manifest.json").write_text("[]"), "holds no JSON object"),
+    "a list for a manifest": (lambda f: (f / "manifest.json").write_text("[]"), "is not a JSON object"),
     "other version": (lambda f: edit(f / "manifest.json", lambda m: m.update(version=3)), "format version 3"),
     "other format": (lambda f: edit(f / "manifest.json", lambda m: m.update(format="x")), "not a shard manifest"),
     "sealed with a field too few": (
@@ -119,7 +119,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit(
             f / "manifest.json", lambda m: m["shards"][0].update(tokens=m["shards"][0]["tokens"] - 1), seal=True
         ),
-        "00000.arrow does not hold",
+        "00000.arrow does not contain",
     ),
 }
 
@@ -164,9 +164,9 @@ def test_wrong_offsets_are_named_before_anything_is_read_by_them(tokenizer: Toke
     path.write_bytes(content.replace(offsets, np.array([0, 3, wrong, 12]).tobytes()))
     shards = ShardSet.open(tmp_path, verify=False)
     assert shards.lengths_of(np.array([0])).tolist() == [3]
-    with pytest.raises(DataError, match=r"00000.arrow is damaged: its documents do not follow each other"):
+    with pytest.raises(DataError, match=r"00000.arrow is damaged: its document offsets are not ascending"):
         shards.lengths_of(np.array([1, 2]))
-    with pytest.raises(DataError, match=r"00000.arrow is damaged: its documents do not follow each other"):
+    with pytest.raises(DataError, match=r"00000.arrow is damaged: its document offsets are not ascending"):
         shards.document(1)
 
 
@@ -294,7 +294,7 @@ class TestStaging:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, handler)
-        assert "Nothing is left of it" in str(caught.value)
+        assert "No partial output remains" in str(caught.value)
         assert "file size limit" in str(caught.value)
         assert list(tmp_path.iterdir()) == []
 

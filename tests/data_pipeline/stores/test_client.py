@@ -26,14 +26,14 @@ def place(spec: str) -> ObjectPath:
     ("spec", "words"),
     [
         ("http://host/data", "http:// is not known. Try s3://BUCKET"),
-        ("s3://", "no name of a bucket"),
-        ("s3:///data", "no name of a bucket"),
-        ("s3://Bucket/data", "no name of a bucket"),
-        ("s3://bucket/a//b", "no empty name"),
-        ("s3://bucket/../b", "no empty name"),
+        ("s3://", "is not a valid bucket name"),
+        ("s3:///data", "is not a valid bucket name"),
+        ("s3://Bucket/data", "is not a valid bucket name"),
+        ("s3://bucket/a//b", "must not contain empty names"),
+        ("s3://bucket/../b", "must not contain empty names"),
         ("s3://bucket/data?versionId=1", "'\\?'"),
-        ("s3://bucket/*.jsonl", "patterns into --include"),
-        ("s3://bucket/a\nb", "may not have"),
+        ("s3://bucket/*.jsonl", "patterns with --include"),
+        ("s3://bucket/a\nb", "must not contain"),
         ("file://host/data", "another host. Try file:///data"),
     ],
 )
@@ -43,7 +43,7 @@ def test_a_url_that_names_no_place_is_refused(spec: str, words: str):
 
 
 def test_a_key_in_a_url_is_refused_and_not_shown():
-    with pytest.raises(DataError, match="from the environment") as refusal:
+    with pytest.raises(DataError, match="in the environment") as refusal:
         locate("s3://AKIA:wJalrXUtn@bucket/data")
     assert "wJalr" not in str(refusal.value)
 

@@ -81,7 +81,7 @@ def test_directories_are_joined(store: Store):
 
 def test_what_is_not_there_is_named_with_what_is(store: Store):
     store.objects["corpora/books/a.txt"] = b"a"
-    with pytest.raises(DataError, match=r"s3://corpora/book does not exist.\ns3://corpora holds books"):
+    with pytest.raises(DataError, match=r"s3://corpora/book does not exist.\ns3://corpora contains books"):
         open_source("s3://corpora/book")
 
 

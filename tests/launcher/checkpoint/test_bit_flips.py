@@ -58,7 +58,7 @@ def test_in_a_checkpoint(finished, tmp_path: Path, count: int):
             assert json.loads(path.read_bytes()) == meant
         assert not problems or any(path.name in problem for problem in problems), (path, place, bit)
         if problems:
-            with pytest.raises(CheckpointError, match="can be gone on from"):
+            with pytest.raises(CheckpointError, match="can be resumed"):
                 find_resume(tmp_path / "run", "newest-good")
         flip(path, place, bit)
     assert problems_of(folder) == []

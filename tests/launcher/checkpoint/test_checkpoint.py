@@ -229,9 +229,9 @@ def test_damage_is_one_clear_error_on_every_rank(shards, written, copied, tmp_pa
         folder = Path(shutil.copytree(good, tmp_path / damage.__name__))
         cases.append(({**SHORT, "run.resume": folder}, [str(folder), damage(folder)]))
     other = {"model.hidden_size": 64, "model.tie_embeddings": False}
-    said = ["another model", "model.hidden_size: checkpoint 32, run 64", "model.tie_embeddings"]
+    said = ["a different model", "model.hidden_size: checkpoint 32, run 64", "model.tie_embeddings"]
     cases.append(({**SHORT, **other, "run.resume": good}, said))
-    cases.append(({**SHORT, "run.resume": tmp_path / "nowhere"}, ["is no checkpoint", str(tmp_path / "nowhere")]))
+    cases.append(({**SHORT, "run.resume": tmp_path / "nowhere"}, ["neither a checkpoint", str(tmp_path / "nowhere")]))
     run(refuse_each, 2, shards, copied, cases)
     assert rows(copied) == rows(written(PLAIN)), "a refused start leaves the run as it was"
     assert [p.name for p in list_checkpoints(copied)] == ["step_000002", "step_000004"]
@@ -241,7 +241,7 @@ def test_damage_is_one_clear_error_on_every_rank(shards, written, copied, tmp_pa
 def test_newest_good_passes_a_damaged_one_over(copied, damage, caplog):
     said = damage(copied / CHECKPOINTS / "step_000004")
     assert find_resume(copied, "newest-good") == copied / CHECKPOINTS / "step_000002"
-    assert "step_000004 is passed over" in caplog.text
+    assert f"Skipped {copied / CHECKPOINTS / 'step_000004'}: " in caplog.text
     assert said in caplog.text
     assert find_resume(copied, "latest") == copied / CHECKPOINTS / "step_000004", (
         "latest is the newest, checked on loading"
@@ -314,7 +314,7 @@ def check_older_one_is_good(folder: Path) -> None:
 
 def test_a_full_disk(shards, small_disk):
     folder = small_disk / "run"
-    said = ["CheckpointError", "No space left on device", "set checkpoint.keep_last lower", "--run.resume latest"]
+    said = ["CheckpointError", "No space left on device", "lower checkpoint.keep_last", "--run.resume latest"]
     run(end_guarded, 2, shards, folder, settings(*PLAIN), 1, said)
     check_older_one_is_good(folder)
 

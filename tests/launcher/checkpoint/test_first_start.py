@@ -50,7 +50,7 @@ def test_the_same_command_begins_begins_again_and_goes_on(shards, base, never_sa
     discarded = [json.loads(line) for line in (begun_again / DISCARDED_FILE).read_text().splitlines()]
     assert discarded == [json.loads(line) for line in (never_saved / METRICS_FILE).read_text().splitlines()]
     log = (begun_again / "logs" / "rank_0.log").read_text()
-    said = f"ended before its first checkpoint: the run begins anew, and {len(discarded)} lines of metrics.jsonl went"
+    said = f"the run starts from scratch, and {len(discarded)} lines from metrics.jsonl were moved to"
     assert log.count(said) == 1
 
     folder = Path(shutil.copytree(begun_again, base / "third"))
@@ -70,19 +70,19 @@ def test_what_was_recorded_of_experts_is_no_reason_to_refuse_a_second_start(shar
     (tmp_path / "routing" / "step_000001.safetensors").touch()
     run(train, 2, shards, folder, recorded)
     assert (tmp_path / "routing" / "step_000001.safetensors").stat().st_size
-    with pytest.raises(AssertionError, match="already holds the routing of a run"):
+    with pytest.raises(AssertionError, match="already holds a run's routing"):
         run(train, 2, shards, tmp_path / "other", recorded)
 
 
 def lose_the_manifest(folder: Path) -> str:
     (list_checkpoints(folder)[-1] / MANIFEST).unlink()
-    return f"step_000002 is there, without its {MANIFEST}"
+    return f"step_000002 exists without its {MANIFEST}"
 
 
 def set_aside_all(folder: Path) -> str:
     for path in list_checkpoints(folder):
         path.rename(path.with_name(f"{path.name}.discarded"))
-    return "step_000002.discarded is there, which an earlier start has set aside"
+    return "an earlier start set step_000002.discarded aside"
 
 
 def spoil_all(folder: Path) -> str:
@@ -101,7 +101,7 @@ def lose_all_after_a_resume(folder: Path) -> str:
     shutil.rmtree(folder / CHECKPOINTS)
     with (folder / METRICS_FILE).open("a") as file:
         file.write(json.dumps({"kind": "event", "event": "resume", "step": 2, "time": "", "loss": 1.0}) + "\n")
-    return "metrics.jsonl has a resume at step 2, which needs a checkpoint"
+    return "metrics.jsonl records a resume at step 2, which needs a checkpoint"
 
 
 def lose_all_after_many_steps(folder: Path) -> str:
@@ -126,7 +126,7 @@ def test_a_run_that_has_saved_never_begins_anew(shards, begun_again, tmp_path):
     cases, before = [], {}
     for loss in LOSSES:
         folder = Path(shutil.copytree(begun_again, tmp_path / loss.__name__))
-        words = ["run.resume='auto'", loss(folder), "start anew: --run.resume no"]
+        words = ["run.resume='auto'", loss(folder), "start a new run: --run.resume no"]
         cases.append(({**SAME, "run.output_dir": folder}, words))
         before[folder] = (folder / METRICS_FILE).read_bytes()
     run(refuse_each, 2, shards, tmp_path, cases)
@@ -149,7 +149,7 @@ def test_what_is_no_sign_of_a_checkpoint(tmp_path):
 
 def test_the_model_is_named_by_the_first_start_and_by_the_checkpoint_afterwards(begun_again, tmp_path):
     line = ["--run.resume", "auto", "--model.preset", "none", "--run.output_dir"]
-    with pytest.raises(Exception, match="The config says no model"):
+    with pytest.raises(Exception, match="The config defines no model"):
         load_run_config([*line, str(tmp_path)])
     assert load_run_config([*line, str(begun_again)]).model.hidden_size == 32
 

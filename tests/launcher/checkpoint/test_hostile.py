@@ -30,20 +30,20 @@ ONLY_BY_READING = {"blocks of another file", "a key that is not there"}
 UNTRAINABLE: dict[str, tuple[Callable[[Body], None], str]] = {
     "a loader without a step": (
         lambda body: body["training"].update(loader={}),
-        "training.step=None is not the step 0 of the checkpoint",
+        "training.step=None does not match the checkpoint's step 0",
     ),
     "a step of another checkpoint": (
         lambda body: body["training"].update(loader={}, step=10**15),
-        "training.step=1000000000000000 is not the step 0",
+        "training.step=1000000000000000 does not match the checkpoint's step 0",
     ),
     "more updates than steps": (changed("training", "optimizer_steps", value=1), "must be a number from 0 to 0"),
-    "updates that are text": (changed("training", "optimizer_steps", value="1"), "is no whole number"),
-    "a history of text": (changed("training", "history", value="x"), "training.history='x' is no object"),
+    "updates that are text": (changed("training", "optimizer_steps", value="1"), "is not an integer"),
+    "a history of text": (changed("training", "history", value="x"), "training.history='x' is not an object"),
     "a history without end": (
         changed("training", "history", value={"losses": [1.0] * 2000, "norms": [], "skipped": 0, "in_row": 0}),
         "has 2000 entries",
     ),
-    "loads of another model": (changed("training", "expert_load", value=[[1.0] * 99]), "of 1 layers with 99 experts"),
+    "loads of another model": (changed("training", "expert_load", value=[[1.0] * 99]), "has 1 layers with 99 experts"),
 }
 """What only those ask who go on with a run."""
 
@@ -64,9 +64,9 @@ def check_passed_over(run: Path, caplog: pytest.LogCaptureFixture, *, by_reading
     for resume in ("newest-good", "auto"):
         with within_bounds():
             assert find_resume(run, resume) == good
-    lines = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "Skipped" in record.getMessage()]
     assert len(lines) == 2 == len(set(lines)) + 1
-    assert lines[0].startswith(f"{bad} is passed over: ")
+    assert lines[0].startswith(f"Skipped {bad}: ")
     assert len(lines[0].splitlines()) == 1
     check_screen(lines[0])
     for check in (False, True):
@@ -123,7 +123,7 @@ def test_a_file_that_a_disk_cannot_read_is_passed_over(run: Path, caplog, monkey
 
     monkeypatch.setattr(Path, "open", failing)
     assert find_resume(run, "newest-good") == run / CHECKPOINTS / "step_000002"
-    assert f"step_000004 is passed over: {FILE} cannot be read: Input/output error" in caplog.text
+    assert f"Skipped {run / CHECKPOINTS / 'step_000004'}: {FILE} cannot be read: Input/output error" in caplog.text
 
 
 def test_verify_goes_on_behind_them(run: Path, capsys):
@@ -135,7 +135,7 @@ def test_verify_goes_on_behind_them(run: Path, capsys):
     code, said, _ = call(capsys, "checkpoint", "verify", run)
     assert code == 1
     assert "training.step=1000000000000000" in said
-    assert "step_000004 is whole" in said
+    assert "step_000004 is intact" in said
 
 
 def test_where_none_is_good_each_has_its_reason_on_one_screen(run: Path):

@@ -190,5 +190,5 @@ class TestDeepSpeed:
             lambda: load_hf(folder),
         ):
             message = refusal(action)
-            assert "is a checkpoint of DeepSpeed" in message
+            assert "is a DeepSpeed checkpoint" in message
             assert "longctx convert --from deepspeed DIR OUT --execute-pickles" in message

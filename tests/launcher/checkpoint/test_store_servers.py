@@ -44,5 +44,5 @@ def test_sent_pruned_verified_and_fetched(bucket: str, tmp_path: Path):
     assert content(store.fetch(3, tmp_path / "other")) == content(folder_of(run, 3))
     client.write_object(store.of_step(3).place / "f0.safetensors", b"rubbish")
     assert any("f0.safetensors is damaged" in problem for problem in store.of_step(3).verify())
-    with pytest.raises(ConfigError, match="holds checkpoints already, the newest of step 3"):
+    with pytest.raises(ConfigError, match="already holds checkpoints, the newest at step 3"):
         check_unused(store)

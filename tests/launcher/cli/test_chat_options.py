@@ -227,8 +227,8 @@ WRONG_OPTIONS = {
     "enable_thinking=False": "Write enable_thinking=false",
     "n=NaN": "JSON has no NaN",
     "messages=[]": "Leave it out",
-    "if=1": "no NAME=VALUE",
-    "none=1": "no NAME=VALUE",
+    "if=1": "not NAME=VALUE",
+    "none=1": "not NAME=VALUE",
     "a=1 a=2": "a is given twice",
 }
 
@@ -328,7 +328,7 @@ def test_one_system_turn_and_not_another(capsys, model, tmp_path):
     (tmp_path / "lines.jsonl").write_text(json.dumps({"messages": [{"role": "system", "content": "A"}, *QUESTION]}))
     words = ["generate", "--checkpoint", folder, "--max-new-tokens", 3, "--chat", "--system", "B"]
     code, out, err = call(capsys, *words, "--prompts-file", tmp_path / "lines.jsonl")
-    assert (code, out, "line 1: it begins with a system turn" in err) == (2, "", True), err
+    assert (code, out, "line 1: it starts with a system turn" in err) == (2, "", True), err
 
 
 def test_tasks_are_asked_by_the_template(capsys, model, tmp_path):
@@ -351,7 +351,7 @@ def test_tasks_are_asked_by_the_template(capsys, model, tmp_path):
     words += ["--lengths", 700, "--output", output]
     code, out, err = call(capsys, *words, "--chat-template", "auto")
     assert code == 0, err
-    assert "Asked by the model's chat template." in out
+    assert "Prompts were rendered by the model's chat template." in out
     (row,) = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
     tokenizer = load_tokenizer(folder)
     haystack = Haystack(read_texts(REPOSITORY / "docs"), source="docs")
@@ -366,8 +366,8 @@ def test_tasks_are_asked_by_the_template(capsys, model, tmp_path):
     new_ids = generate(load_model(folder), ids, sample.answer_tokens, stop_ids=[1, STOP_ID])
     assert row["output"] == tokenizer.decode(new_ids)
     code, _, err = call(capsys, *words)
-    assert (code, "chat: there" in err) == (2, True), err
-    assert "has a chat template. --chat-template auto asks by it" in err
+    assert (code, "chat: stored" in err) == (2, True), err
+    assert "has a chat template. --chat-template auto applies it" in err
 
 
 def test_tasks_that_ask_nothing_are_refused(capsys, model, tmp_path):
@@ -383,7 +383,7 @@ def test_tasks_that_ask_nothing_are_refused(capsys, model, tmp_path):
         "auto",
         "--tasks",
     ]
-    for tasks, said in (("probes,niah", "copy and associative_recall"), ("ppl", "ppl read texts as they are")):
+    for tasks, said in (("probes,niah", "copy and associative_recall"), ("ppl", "ppl read plain text")):
         code, _, err = call(capsys, *words, tasks)
         assert (code, said in err) == (2, True), err
 
@@ -435,7 +435,7 @@ def test_each_reply_reads_all_that_was_said_before_it(model, tmp_path):
     assert talk(LINES, *words, "--output", tmp_path / "said.txt")[:2] == (0, "")
     assert (tmp_path / "said.txt").read_text() == wanted
     code, out, err = talk(b"", *words)
-    assert (code, out, "Nothing was said" in err) == (0, "", True), err
+    assert (code, out, "No message: standard input is empty" in err) == (0, "", True), err
     run_distributed(_talk_on_a_rank, 2, words, wanted, timeout=100)
 
 

@@ -63,7 +63,7 @@ def test_verify_names_every_damaged_file_and_one_that_nobody_listed(capsys, dama
     (newest / "notes.txt").write_text("{}")
     code, out, _ = call(capsys, "checkpoint", "verify", damaged_run)
     assert code == 1
-    assert "step_000020 is whole" in out
+    assert "step_000020 is intact" in out
     assert "master.safetensors is damaged" in out
     assert "tokenizer.model is missing" in out
     assert "notes.txt is not in the manifest" in out
@@ -82,7 +82,7 @@ def test_verify_names_a_ruined_proof(capsys, run, tmp_path):
         code, out, _ = call(capsys, "checkpoint", "verify", newest)
         assert code == 1, text
         assert f"{PROOF_FILE}" in out
-        assert "The checkpoint is whole without" in out or "Remove it: the checkpoint is whole without" in out
+        assert "The checkpoint is whole without" in out or "Remove it: the checkpoint is complete without it" in out
     del body["more"]
     (newest / PROOF_FILE).write_text(json.dumps(body | {"hash": canonical_hash(body)}))
     assert call(capsys, "checkpoint", "verify", newest)[0] == 0, "the proof of another manifest is none"
@@ -113,7 +113,7 @@ class TestPrune:
     def test_the_newest_and_those_of_every_so_many_steps_stay(self, capsys, long_run):
         out = succeed(capsys, "checkpoint", "prune", long_run, "--keep-last", 2, "--keep-every", 40)
         assert names(long_run) == [".step_000110.partial", "step_000040", "step_000080", "step_000100"]
-        for words in ("step_000020, ", "a save that was killed", "a removal that was killed", "set aside when the run"):
+        for words in ("step_000020, ", "left by a killed save", "left by a killed removal", "set aside when the run"):
             assert words in out
         assert "3 checkpoints kept: 40, 80, 100." in out
         assert call(capsys, "checkpoint", "verify", long_run)[0] == 0
@@ -147,7 +147,7 @@ class TestPrune:
             (long_run / f"checkpoints/step_{step:06d}/manifest.json").write_text("{")
         before = names(long_run)
         err = refused(capsys, 1, "checkpoint", "prune", long_run, "--keep-last", 2)
-        assert "step 60 has" in err
+        assert "the one at step 60 does" in err
         assert "--keep-last 3" in err
         assert names(long_run) == before
         assert call(capsys, "checkpoint", "prune", long_run, "--keep-last", 3)[0] == 0

@@ -54,7 +54,7 @@ def test_list_and_verify(capsys, objects: Store, run: Path):
     assert (code, "damaged" in out) == (1, True)
     code, out, _ = call(capsys, "checkpoint", "verify", ADDRESS)
     assert code == 1
-    assert f"{ADDRESS}/checkpoints/step_000020 is whole." in out
+    assert f"{ADDRESS}/checkpoints/step_000020 is intact." in out
     assert f"{ADDRESS}/checkpoints/step_000100/master.safetensors is damaged" in out
     assert call(capsys, "checkpoint", "verify", f"{ADDRESS}/checkpoints/step_000020")[0] == 0
 

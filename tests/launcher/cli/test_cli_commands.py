@@ -158,7 +158,7 @@ class TestWrongUsage:
             (["data", "verify", "EMPTY"], "not a shard folder"),
             (["convert", "--to", "hf", "EMPTY", "OUT"], "neither a checkpoint"),
             (["convert", "--from", "hf", "EMPTY", "OUT"], "config.json"),
-            (["convert", "--from", "hf", "EMPTY", "WITHIN"], "lies inside of"),
+            (["convert", "--from", "hf", "EMPTY", "WITHIN"], "is inside of"),
             (["checkpoint", "list", "EMPTY"], "not a run folder"),
             (["generate", "--checkpoint", "EMPTY", "--prompt", "", "--max-new-tokens", 1], "neither a checkpoint"),
             (["report", "EMPTY"], "not a run folder"),

@@ -34,9 +34,9 @@ def test_build_json_is_all_of_stdout(capsys, world, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--without", "1"], "'1' is no shard of"),
-        (["--without", "00001.arrow", "--source", "stdlib"], "takes no option but --output"),
-        (["--without", "00001.arrow", "--overwrite"], "takes no option but --output"),
+        (["--without", "1"], "'1' is not a shard in"),
+        (["--without", "00001.arrow", "--source", "stdlib"], "no other option except --output"),
+        (["--without", "00001.arrow", "--overwrite"], "no other option except --output"),
         (["--tokenizer", "runs/tokenizer.model"], "--source is missing"),
         (["--source", "stdlib"], "--tokenizer is missing"),
     ],
@@ -56,7 +56,7 @@ def test_build_without_shards_says_what_is_left_out(capsys, world, tmp_path):
     flip_a_byte(folder / entry["file"])
     assert call(capsys, "data", "verify", folder)[0] == 1
     out = succeed(capsys, "data", "build", "--without", entry["file"], "--output", folder)
-    assert f"{entry['file']} left out, {entry['tokens']:,} tokens of {entry['documents']} document" in out
+    assert f"{entry['file']} left out, {entry['tokens']:,} tokens in {entry['documents']} document" in out
     out = succeed(capsys, "data", "verify", folder)
     assert f"{manifest['tokens'] - entry['tokens']:,} tokens." in out
 
@@ -103,7 +103,7 @@ def test_build_asks_for_what_it_was_asked(capsys, world, tmp_path, monkeypatch):
 def test_build_by_a_cluster_that_is_not_there_ends_before_anything_is_read(capsys, world, tmp_path, monkeypatch):
     words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model"]
     words += ["--output", tmp_path / "out"]
-    assert "ConfigError: --ray-address says where a Ray cluster is: it needs --engine ray." in refused(
+    assert "ConfigError: --ray-address is a Ray cluster's address: it needs --engine ray." in refused(
         capsys, 2, *words, "--ray-address", "auto"
     )
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -134,7 +134,7 @@ def test_a_row_is_found_by_epoch_seed_and_block(capsys, world):
     assert shown["--block", 0] == first
     assert first["pieces"] not in (shown["--epoch", 1]["pieces"], shown["--seed", 5]["pieces"])
     assert "rows 0 to" in refused(capsys, 2, "data", "inspect", world / "data", "--seq-len", 512, "--row", 10**6)
-    assert "block=1 is not in an epoch, which has blocks 0 to 0" in refused(capsys, 2, *words, "--block", 1)
+    assert "block=1 is out of range: an epoch has blocks 0 to 0" in refused(capsys, 2, *words, "--block", 1)
     assert "they need --row" in refused(capsys, 2, "data", "inspect", world / "data", "--seq-len", 512, "--block", 0)
 
 
@@ -144,7 +144,7 @@ def test_a_corpus_of_many_blocks_is_described_by_some_of_them(capsys, world, mon
     monkeypatch.setattr(inspect, "PLANNED_DOCUMENTS", 4)
     words = ["data", "inspect", world / "data", "--seq-len", 256]
     out = succeed(capsys, *words, "--row", 2, "--block", 3)
-    assert re.search(r"^rows of an epoch +about [\d,]+, judging by \d+ documents", out, re.MULTILINE)
+    assert re.search(r"^rows per epoch +about [\d,]+, estimated from \d+ documents", out, re.MULTILINE)
     assert re.search(r"^row 2 of \d+ of block 3 of \d+: \d+ tokens", out, re.MULTILINE)
     packing = json.loads(call(capsys, *words, "--json")[1])["packing"]
     monkeypatch.setattr(inspect, "PLANNED_DOCUMENTS", 10**6)

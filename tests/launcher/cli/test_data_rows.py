@@ -24,7 +24,7 @@ FLAGS = [word for key, value in RUN.items() for word in (f"--{key}", value)]
 
 def test_a_plan_says_what_packing_costs_and_how_even_ranks_are(capsys, shards: Path):
     out = succeed(capsys, "data", "plan", *FLAGS, "--data.train", shards, "--ranks", 2)
-    for words in ("on 2 data ranks, 4 rows a step on each", "padding", "busiest rank, rows data.balance"):
+    for words in ("on 2 data ranks, 4 rows per step on each", "padding", "busiest rank, rows data.balance"):
         assert words in out
     assert "about" not in out, "a small corpus is counted"
 
@@ -33,7 +33,7 @@ def test_where_ranks_meet_in_each_micro_batch_it_is_that_ones_busiest_rank(capsy
     """Stage 2, which ``auto`` is on GPUs."""
     words = ["--data.train", shards, "--ranks", 2, "--run.device", "cuda"]
     out = succeed(capsys, "data", "plan", *FLAGS, *words)
-    assert "busiest rank of each micro-batch, rows data.balance" in out
+    assert "busiest rank per micro-batch, rows data.balance" in out
 
 
 def test_json_has_the_factors_of_each_step(capsys, shards: Path):
@@ -97,12 +97,12 @@ def test_a_mixture_is_shown_planned_sampled_and_verified(capsys, mixture: Path, 
     assert "rows of 64 tokens" in out
     assert json.loads(succeed(capsys, "data", "inspect", mixture, "--json"))["shares"] == [[0.25, 0.75], [0.5, 0.5]]
     out = succeed(capsys, "data", "plan", *FLAGS, "--data.train", mixture, "--ranks", 2)
-    assert "tokens of the run" in out
+    assert "tokens in the run" in out
     out = succeed(capsys, "data", "sample", mixture, "--seq-len", 256, "--rows", 3, "--first-row", 3)
     assert "════ row 3 " in out
     assert out.count("════ row") == 3
     out = succeed(capsys, "data", "verify", mixture)
-    assert "mixture.toml is whole: " in out
+    assert "mixture.toml is intact: " in out
 
 
 def test_a_damaged_source_of_a_mixture_is_named(capsys, mixture: Path, shards: Path, tmp_path: Path):

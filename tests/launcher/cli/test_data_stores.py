@@ -29,7 +29,7 @@ def test_the_verbs_take_urls(capsys, world: Path, store: Store):  # noqa: F811
     out = succeed(capsys, "data", "inspect", "s3://corpora/data", "--json")
     assert json.loads(out)["validation"]["documents"] > 0
     out = succeed(capsys, "data", "verify", "s3://corpora/data")
-    assert "s3://corpora/data is whole" in out
+    assert "s3://corpora/data is intact" in out
     store.objects["corpora/data/00000.arrow"] = b"rubbish"
     code, out, _ = call(capsys, "data", "verify", "s3://corpora/data")
     assert code == 1

@@ -132,11 +132,11 @@ def test_an_encoder_is_asked_for_masked_tokens_and_pairs(capsys, bert, tmp_path)
 def test_what_a_model_cannot_be_asked_is_said(capsys, pairs, bert, run, world, tmp_path):
     output = ["--output", tmp_path]
     words = ["evaluate", *output, "--tasks", "masked"]
-    assert "sees both sides" in refused(capsys, 2, *words, "--checkpoint", run)
+    assert "a bidirectional model" in refused(capsys, 2, *words, "--checkpoint", run)
     assert "--haystack" in refused(capsys, 2, *words, "--checkpoint", bert / "run")
-    assert "do not" in refused(capsys, 2, "evaluate", *output, "--tasks", "masked,niah", "--checkpoint", bert / "run")
+    assert "decoder" in refused(capsys, 2, "evaluate", *output, "--tasks", "masked,niah", "--checkpoint", bert / "run")
     said = refused(capsys, 1, *words, "--checkpoint", bert / "run", "--haystack", pairs / "shards", "--lengths", "64")
-    assert "another tokenizer" in said
+    assert "different tokenizer" in said
     said = refused(capsys, 2, *words, "--checkpoint", bert / "run", "--haystack", bert / "shards", "--lengths", "65")
     assert "64 learned positions" in said
     translation = ["evaluate", *output, "--tasks", "translation", "--pairs", pairs / "shards"]
@@ -194,13 +194,13 @@ def test_a_number_of_samples_is_kept_whatever_other_tasks_take_unless_given(caps
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--samples", "-5"], "--samples -5: there is no score without a pair"),
-        (["--samples", "0"], "--samples 0: there is no score without a pair"),
+        (["--samples", "-5"], "--samples -5 must be at least 1"),
+        (["--samples", "0"], "--samples 0 must be at least 1"),
         (["--beams", "0"], "--beams 0 must be at least 1"),
         (["--beams", "-3"], "--beams -3 must be at least 1"),
-        (["--answer-tokens", "0"], "--answer-tokens 0 leaves nothing for an answer"),
-        (["--answer-tokens", "-1"], "--answer-tokens -1 leaves nothing for an answer"),
-        (["--length-penalty", "0.6"], "without --beams nothing is searched for"),
+        (["--answer-tokens", "0"], "--answer-tokens 0 must be at least 1"),
+        (["--answer-tokens", "-1"], "--answer-tokens -1 must be at least 1"),
+        (["--length-penalty", "0.6"], "needs beam search"),
         (["--seed", "42"], "--seed: for tasks with prompts"),
         (["--lengths", "64", "--chat-template", "auto"], "--chat-template: for tasks with prompts"),
         (["--depths", "0,1"], "--depths: for tasks with prompts"),
@@ -227,11 +227,11 @@ def test_one_penalty_may_be_named_for_several_numbers_of_beams(capsys, pairs, tm
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--samples", "0"], "--samples 0: there is no score without a row"),
-        (["--samples", "-5"], "--samples -5: there is no score without a row"),
-        (["--lengths", "0"], "--lengths 0: a row has at least 2 tokens"),
-        (["--lengths", "4"], "--lengths 4: a row has at least 5 tokens, two segments"),
-        (["--lengths", ","], "rows of one length"),
+        (["--samples", "0"], "--samples 0 must be at least 1"),
+        (["--samples", "-5"], "--samples -5 must be at least 1"),
+        (["--lengths", "0"], "--lengths 0: a row needs at least 2 tokens"),
+        (["--lengths", "4"], "--lengths 4: a row needs at least 5 tokens, two segments"),
+        (["--lengths", ","], "one row length"),
         (["--answer-tokens", "3"], "--answer-tokens: for translation"),
         (["--seed", "42", "--tokenizer", "t.json"], "--seed: for tasks with prompts"),
         (["--chunk-tokens", "16"], "--chunk-tokens: for all tasks but masked and pairs"),
@@ -260,7 +260,7 @@ def test_rows_may_go_beyond_positions_that_are_no_table(bert, tmp_path):
 def test_tasks_of_a_decoder_refuse_options_of_translation(capsys, run, tmp_path):
     words = ["evaluate", "--checkpoint", run, "--output", tmp_path / "out", "--lengths", "320", "--tasks"]
     assert "--beams: for translation" in refused(capsys, 2, *words, "niah", "--beams", "1")
-    assert "translation goes by itself" in refused(capsys, 2, *words, "niah,translation")
+    assert "translation runs alone" in refused(capsys, 2, *words, "niah,translation")
 
 
 def test_a_model_that_reads_no_text_by_itself_is_refused_when_it_is_opened(capsys, pairs, bert, tmp_path):

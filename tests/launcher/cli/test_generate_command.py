@@ -186,7 +186,7 @@ def test_lines_have_the_order_of_the_prompts_whichever_ends_first(capsys, run, t
     [
         ("", "has no prompt"),
         ('{"prompt": "a"}\n{"text": "b"}', "line 2"),
-        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}', "line 2 is no JSON (it has half of a surrogate pair"),
+        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}', "line 2 is not JSON (it has an unpaired surrogate"),
         ('{"prompt": "a"}\n \n{"prompt": "b"}\n', "line 2 is empty"),
     ],
 )
@@ -199,7 +199,7 @@ def test_the_text_may_go_to_a_file(capsys, run, tmp_path):
     path = tmp_path / "out.txt"
     assert call(capsys, *words(run, output=path))[:2] == (0, "")
     assert path.read_text() == reference(run, "def main", 8) + "\n"
-    assert "is there already" in refused(capsys, 2, *words(run, output=path))
+    assert "already exists" in refused(capsys, 2, *words(run, output=path))
     assert "does not exist" in refused(capsys, 2, *words(run, output=tmp_path / "none/out.txt"))
 
 
@@ -215,7 +215,7 @@ def unloaded(monkeypatch) -> None:
 def test_another_tokenizer_than_the_checkpoints_is_refused(capsys, run, small_tokenizer):
     """A model would answer, in words that it never meant."""
     err = refused(capsys, 2, *words(run, tokenizer=small_tokenizer))
-    assert "is another tokenizer than" in err
+    assert "differs from the tokenizer of" in err
     assert "Leave --tokenizer out" in err
 
 
@@ -228,9 +228,9 @@ def test_an_answer_beyond_the_models_positions_is_refused(capsys, run, tmp_path)
     """It used to be a warning, beside a text that may mean nothing."""
     num_positions = positions_of(run)
     err = refused(capsys, 2, *words(run, **{"max-new-tokens": num_positions}))
-    assert f"meant for {num_positions} positions" in err
+    assert f"limit is {num_positions} positions" in err
     length = int(re.findall(r"(\d+) tokens, ", err)[0])
-    assert f"Take --max-new-tokens {num_positions - length}," in err
+    assert f"Use --max-new-tokens {num_positions - length}," in err
     assert "--beyond-positions" in err
     # Of a file the longest is named, and how many there are.
     path = tmp_path / "prompts.jsonl"

@@ -124,7 +124,7 @@ def test_a_stopped_one_goes_on_and_other_settings_are_refused(capsys, run, data,
     assert "dtype: there 'float32', now 'bfloat16'" in err
     files[0].write_bytes(b"ARROW1 no more")
     code, _, err = call(capsys, *words(run, data, output))
-    assert (code, "is not a file of scores" in err) == (1, True), err
+    assert (code, "is not a score file" in err) == (1, True), err
 
 
 def test_what_does_not_fit_is_one_screen(capsys, run, data, world, tmp_path):
@@ -146,5 +146,5 @@ def test_what_does_not_fit_is_one_screen(capsys, run, data, world, tmp_path):
     write_tokenizer(tmp_path / "another", tokenizer_json())
     bare = shutil.copytree(world / "hf", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     code, out, err = call(capsys, *words(bare, data, tmp_path / "scores"), "--tokenizer", tmp_path / "another")
-    assert (code, out, "built with another tokenizer" in err) == (1, "", True), err
+    assert (code, out, "built with a different tokenizer" in err) == (1, "", True), err
     assert not (tmp_path / "scores").exists()

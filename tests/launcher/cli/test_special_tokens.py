@@ -40,7 +40,7 @@ def ids_of(folder: Path) -> list[list[int]]:
 
 def test_they_stay_text_and_are_counted_by_name(capsys, corpus):
     out = succeed(capsys, *words(corpus, "shards"))
-    assert f"2 documents spell special tokens of the tokenizer, and they are text there: {STOP} (2), {START} (1)" in out
+    assert f"2 documents with special tokens of the tokenizer, encoded as text: {STOP} (2), {START} (1)" in out
     assert "--special-tokens parse" in out
     tokenizer = load_tokenizer(corpus / "tokenizer")
     controls = [token for token in range(tokenizer.vocab_size) if tokenizer.piece(token) in (START, STOP)]
@@ -54,7 +54,7 @@ def test_parsed_they_are_the_ids_of_transformers(capsys, corpus):
     import transformers
 
     out = succeed(capsys, *words(corpus, "shards", "--special-tokens", "parse"))
-    assert "spell special tokens" not in out
+    assert "with special tokens" not in out
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(corpus / "tokenizer" / "tokenizer.json"))
     tokenizer = load_tokenizer(corpus / "tokenizer")
     begin, end = tokenizer.prefix_ids.tolist(), tokenizer.suffix_ids.tolist()
@@ -83,5 +83,5 @@ def test_what_cannot_be_parsed_is_refused(capsys, corpus):
     assert (code, "is a SentencePiece model" in err) == (1, True), err
     assert "--exact compares texts" in refused(capsys, 1, *words(corpus, "x", "--special-tokens", "parse", "--exact"))
     both = words(corpus, "shards", "--special-tokens", "parse", "--paragraphs")
-    assert "--paragraphs do not go together" in refused(capsys, 1, *both)
+    assert "--paragraphs cannot be combined" in refused(capsys, 1, *both)
     assert not (corpus / "shards").exists()

@@ -24,7 +24,7 @@ def test_other_kinds_and_the_space_mark_are_named(capsys, world, tmp_path):
     (tmp_path / "corpus" / "mark.txt").write_text("a \u2581 b")
     words = ["tokenizer", "train", "--source", tmp_path / "corpus", "--vocab-size", 300, "--output"]
     out = succeed(capsys, *words, tmp_path / "f", "--kind", "char")
-    assert "\n1 document with U+2581, which SentencePiece writes for a space: " in out
+    assert "\n1 document with U+2581, SentencePiece's mark for a space: " in out
     assert "SentencePiece characters, 300 ids" in call(capsys, "tokenizer", "show", tmp_path / "f")[1]
     assert call(capsys, *words, tmp_path / "g", "--kind", "morpheme")[0] == 2
 
@@ -40,7 +40,7 @@ def test_a_training_that_was_stopped_goes_on_without_reading(capsys, world, tmp_
         assert call(capsys, *words)[0] == 130
     assert [path.name for path in tmp_path.iterdir()] == [".f.sample"]
     code, out, err = call(capsys, *words)
-    assert (code, "going on: the 24 documents, " in err) == (0, True)
+    assert (code, "resuming: 24 documents, " in err) == (0, True)
     assert "400 ids, trained on 24 documents, " in out
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
 

@@ -101,7 +101,7 @@ def test_our_own_faults_show_their_traceback_and_rank(capfd, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert run_to_exit_code(raising(KeyError("oops"))) == FAILED
     said = capfd.readouterr().err
-    assert "rank 3 met an unexpected error; this is a fault of longctx" in said
+    assert "rank 3 hit an unexpected error; this is a bug in longctx" in said
     assert "Traceback" in said
     assert "KeyError: 'oops'" in said
 

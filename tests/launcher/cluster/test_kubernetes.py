@@ -228,7 +228,7 @@ def test_its_pods_train_save_when_one_is_to_end_and_go_on(shards, tmp_path):
         assert first.poll() is second.poll() is None, pods.text()
         go.touch()
         assert [first.wait(LIMIT), second.wait(LIMIT)] == [1, 1], pods.text()
-        assert "Stopped behind step 4 of 8" in pods.text(), pods.text()
+        assert "Stopped after step 4 of 8" in pods.text(), pods.text()
         assert newest_checkpoint_step(run) == 4
 
         again = [pods.start(index, {}) for index in range(NODES)]

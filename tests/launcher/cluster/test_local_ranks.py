@@ -152,7 +152,7 @@ def test_hosts_that_do_not_answer_are_named_before_anything_starts(tmp_path, mon
 
 
 def test_ranks_and_hosts_are_two_answers_to_one_question():
-    with pytest.raises(ConfigError, match="--ranks 2 is of this machine, and --hostfile hosts names them all"):
+    with pytest.raises(ConfigError, match="--ranks 2 is for this machine only, and --hostfile hosts sets all ranks"):
         train.start("train", "pretrain.py", [], ranks=2, hostfile="hosts")
     with pytest.raises(ConfigError, match="--ranks -1 must be 1 to"):
         train.start("train", "pretrain.py", [], ranks=-1, hostfile="")

@@ -147,7 +147,7 @@ def test_variables_and_folders(start, tmp_path, monkeypatch):
     monkeypatch.delenv("NCCL_DEBUG")
     (tmp_path / "a b").mkdir()
     monkeypatch.chdir(tmp_path / "a b")
-    with pytest.raises(ConfigError, match=r"the working directory .* has characters"):
+    with pytest.raises(ConfigError, match=r"the working directory .* contains characters"):
         check_deepspeed_line(["deepspeed", "--hostfile", str(tmp_path / "hostfile"), SCRIPT], [])
 
 

@@ -94,4 +94,4 @@ def test_a_job_that_is_asked_to_end_saves(shards, tmp_path, words, seconds):
     (stop,) = [record for record in read_metrics(run) if record.get("event") == "stop"]
     assert (stop["reason"], stop["step"]) == ("signal", 4), said.read_text()
     assert list_checkpoints(run)[-1].name == "step_000004", said.read_text()
-    assert "Stopped behind step 4 of 8" in said.read_text()
+    assert "Stopped after step 4 of 8" in said.read_text()

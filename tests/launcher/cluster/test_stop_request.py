@@ -81,7 +81,7 @@ def test_a_signal_before_the_first_step_is_one_line(capfd):
         raise Signalled(signal.SIGTERM)
 
     assert run_to_exit_code(act) == 128 + signal.SIGTERM
-    assert capfd.readouterr().err.strip() == "Ended by SIGTERM before the first step: there was nothing to save."
+    assert capfd.readouterr().err.strip() == "Ended by SIGTERM before the first step: no training state to save."
 
 
 def test_a_limit_leaves_room_for_a_step_and_a_save():
@@ -138,7 +138,7 @@ def test_orphans_are_ended_only_when_a_save_under_way_is_done(ends):
 
 def test_orphans_before_the_first_step_are_ended_at_once(ends):
     StopRequest().on_launcher_exit("torchrun (process 7)")
-    assert "before the first step: there was nothing to save" in ends[0]
+    assert "before the first step: no training state to save" in ends[0]
 
 
 def test_two_ctrl_c_end_a_lone_process_at_once():

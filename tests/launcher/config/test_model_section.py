@@ -97,7 +97,7 @@ def test_another_kind_of_rope_begins_with_its_own_defaults(checkpoint, tmp_path)
         (["--model.norm_eps", "1e-6", "--model.activation", "geglu"], ["model.norm_eps: checkpoint 3e-06, run 1e-06"]),
         (["--model.rope.partial", "0.5"], ["model.rope.partial: checkpoint 1.0, run 0.5"]),
         (["--model.rope.interleaved", "true"], ["model.rope.interleaved: checkpoint False, run True"]),
-        (["--model.preset", "llama-2-7b"], ["model.preset='llama-2-7b'", "both say what the model is", "preset none"]),
+        (["--model.preset", "llama-2-7b"], ["model.preset='llama-2-7b'", "both set the model", "preset none"]),
     ],
 )
 def test_what_the_weights_fix_is_refused_before_a_rank_waits(checkpoint, flags, said, capfd, monkeypatch):
@@ -169,7 +169,7 @@ def test_a_plain_decoder_is_llamas(tmp_path):
     ],
 )
 def test_sizes_that_are_missing_are_asked_for(tmp_path, text, missing):
-    with pytest.raises(ConfigError, match="The config says no model") as caught:
+    with pytest.raises(ConfigError, match="The config defines no model") as caught:
         load_run_config(toml(tmp_path, f"[train]\nsteps = 3\n{text}"))
     assert ", ".join(f"model.{name}" for name in missing) + "." in str(caught.value)
     assert "llama-3.1-8b" in str(caught.value)

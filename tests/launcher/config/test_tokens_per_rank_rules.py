@@ -64,8 +64,8 @@ def test_the_ranks_and_rows_that_follow(world_size, changed, ranks, sizes):
     ("world_size", "changed", "words"),
     [
         (4, {"parallel__tokens_per_rank": -1}, ["tokens_per_rank=-1 must be at least 1, or 0"]),
-        (4, {"parallel__tokens_per_rank": 63}, ["data.seq_len=256 is more than"]),
-        (4, {"train__micro_batch_rows": 2}, ["micro_batch_rows=2 contradicts", "comes to 6", "8 rows of 256"]),
+        (4, {"parallel__tokens_per_rank": 63}, ["data.seq_len=256 does not fit on"]),
+        (4, {"train__micro_batch_rows": 2}, ["micro_batch_rows=2 contradicts", "gives 6", "8 rows of 256"]),
         (4, {"parallel__layout": "zigzag"}, ["layout=zigzag spreads every document", "--parallel.layout auto"]),
         (4, {"parallel__layout": "striped"}, ["layout=striped spreads every document"]),
         (4, {"parallel__context": 3}, ["parallel.context=3 does not divide the 4 ranks"]),
@@ -100,7 +100,7 @@ def test_no_rank_holds_more_than_it_may(world_size, tokens_per_rank, rows):
         parallel=dataclasses.replace(BASE.parallel, tokens_per_rank=tokens_per_rank),
     )
     if world_size * tokens_per_rank < 256:
-        with pytest.raises(ConfigError, match=r"data\.seq_len=256 is more than"):
+        with pytest.raises(ConfigError, match=r"data\.seq_len=256 does not fit on"):
             with_context(asked, world_size)
         return
     settled = with_context(asked, world_size)

@@ -53,7 +53,7 @@ def test_the_kernel_of_this_machine():
 
 def test_a_faster_kernel_that_could_be_installed_is_a_warning_with_the_command():
     request = KernelRequest("cuda", torch.bfloat16, 128, 32, 8)
-    reason = "the fastest of those that serve it; not flash2: flash_attn is not installed"
+    reason = "the fastest kernel that supports it; not flash2: flash_attn is not installed"
     advice = "auto would prefer flash2 (pip install flash-attn)"
     finding = describe_choice(KernelChoice(KERNELS["cuda_flash"], reason, advice), request)
     assert finding.verdict == "warn"

@@ -39,7 +39,7 @@ def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, timeout:
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch x", "a;b", "a b", "$(id)", "", "a\n", "user@host", "-l"])
 def test_a_name_that_is_none_reaches_no_ssh(host):
-    with pytest.raises(ClusterError, match="not the name of a host"):
+    with pytest.raises(ClusterError, match="not a host name"):
         ssh_command(host, "true")
 
 
@@ -107,7 +107,7 @@ class TestNoAnswer:
 
     def test_another_version(self, tmp_path, monkeypatch):
         answer = refusal(tmp_path, monkeypatch, answering(tmp_path / "answer", python=3.12))
-        assert answer.why.startswith("an answer that is none: facts.python: ")
+        assert answer.why.startswith("an invalid answer: facts.python: ")
         assert "another version" in answer.hint
 
     def test_an_answer_without_end_is_cut(self, tmp_path, monkeypatch):
@@ -188,5 +188,5 @@ class TestVariables:
         file.write_text("A=$HOME/bin\nTOKEN=secret$(touch x)\n")
         (finding,) = check_environment_files(environment_files())
         assert finding.verdict == "fail"
-        assert "TOKEN has characters in it" in finding.value
+        assert "TOKEN contains characters" in finding.value
         assert "secret" not in finding.value + finding.advice

@@ -39,7 +39,7 @@ def test_little_free_space_and_a_slow_folder(monkeypatch, tmp_path, free, verdic
     monkeypatch.setattr("launcher.doctor.storage.write_speed", lambda folder: 10.0 * 2**20)
     space, *speed = check_folder(tmp_path)
     assert space.verdict == verdict
-    slow = [("warn", "10 MiB/s of one process, to the disk")]
+    slow = [("warn", "10 MiB/s from one process, synced to disk")]
     assert [(finding.verdict, finding.value) for finding in speed] == slow * (verdict != "fail")
 
 
@@ -63,7 +63,7 @@ def test_a_probe_is_read_while_it_is_there(tmp_path):
 @pytest.mark.parametrize("name", ["/etc/passwd", "../secret", "secret", ".longctx-doctor-" + "0" * 32 + "/x"])
 def test_no_other_file_is_read_for_anybody(tmp_path, name):
     (tmp_path / "secret").write_text("secret")
-    with pytest.raises(ConfigError, match="not a file that doctor writes"):
+    with pytest.raises(ConfigError, match="not a doctor probe file"):
         read_probe(tmp_path, name)
 
 

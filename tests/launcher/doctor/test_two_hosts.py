@@ -54,4 +54,4 @@ def test_two_hosts_are_asked_over_ssh(tmp_path):
         assert (finding["check"], finding["verdict"]) == ("ssh", "fail")
         assert "Permission denied" in finding["value"]
     (skipped,) = json.loads(locked_out.stdout)["links"]["findings"]
-    assert skipped["value"] == f"not looked at: {HOSTS[0]}, where ranks would meet, does not answer"
+    assert skipped["value"] == f"not checked: {HOSTS[0]}, the rendezvous host, does not answer"

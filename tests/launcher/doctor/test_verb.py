@@ -22,7 +22,7 @@ def test_a_line_for_each_finding_and_a_summary(capsys, tmp_path):
     assert len(lines) < 25, "one screen"
     assert lines[-1].endswith(("well.", "warning.", "warnings."))
     assert ("failed," in lines[-1]) == (code == 1)
-    assert "ok    network          not looked at: --no-links" in lines
+    assert "ok    network          not checked: --no-links" in lines
 
 
 def test_a_failure_is_exit_code_1_also_as_json(capsys, tmp_path):
@@ -36,7 +36,7 @@ def test_a_failure_is_exit_code_1_also_as_json(capsys, tmp_path):
     assert "master port" in [finding["check"] for finding in told["findings"] if finding["verdict"] == "fail"]
     assert told["facts"]["folder"] == str(tmp_path)
     assert told["hosts"] == {}
-    assert [finding["value"] for finding in told["links"]["findings"]] == ["not looked at: --no-links"]
+    assert [finding["value"] for finding in told["links"]["findings"]] == ["not checked: --no-links"]
 
 
 def test_the_network_of_this_machine(capsys, tmp_path):

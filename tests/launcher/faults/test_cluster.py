@@ -53,7 +53,7 @@ def test_a_host_that_is_not_there(scene: Scene):
         "cluster",
         "a host that cannot be reached",
         injected="the third of three in the hostfile, by pdsh; run.meet_seconds = 6",
-        seen=scene.seen(ended.text, "rank 2 of 3 did not come to"),
+        seen=scene.seen(ended.text, "rank 2 of 3 did not join at"),
         seconds=seconds,
     )
 
@@ -224,7 +224,7 @@ def test_a_network_that_comes_back(scene: Scene, hosts: Namespaces):
     hosts.mend(*hosts.hosts)
     ended = launch.wait(LIMIT)
     assert ended.code == 0, ended.text
-    seen, seconds = scene.logged("was not heard of")
+    seen, seconds = scene.logged("sent no heartbeat")
     scene.record(
         "cluster",
         "the network is cut for 4 s",

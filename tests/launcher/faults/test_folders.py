@@ -39,7 +39,7 @@ def test_the_output_folder_is_removed(scene: Scene):
         "files",
         "the output folder is removed",
         injected="with all that is in it, in step 4; begun anew",
-        seen=scene.seen(outcome.text, "has removed"),
+        seen=scene.seen(outcome.text, "file was removed"),
         seconds=outcome.seconds,
         recovered=scene.recover(taken=taken),
     )
@@ -122,7 +122,7 @@ def test_a_file_system_that_loses_what_was_not_synced(scene: Scene):
             "files",
             "a file system that loses what was not synced",
             injected="ext4, shut down without its journal in step 6, and mounted again",
-            seen=scene.seen(outcome.text, "met a disk that fails"),
+            seen=scene.seen(outcome.text, "hit a disk error"),
             seconds=outcome.seconds,
         )
 
@@ -153,7 +153,7 @@ def test_a_full_disk(scene: Scene, part: str):
             (disk.folder / "filler").unlink()
             if part in ("logs", "tensorboard"):
                 assert outcome.codes == [0, 0], outcome.text
-                words = {"logs": "Lines are missing", "tensorboard": "Tracker tensorboard has failed"}[part]
+                words = {"logs": "Log lines are missing", "tensorboard": "Tracker tensorboard failed"}[part]
                 seen, recovered = scene.seen(outcome.text, words), scene.went_on()
             else:
                 assert outcome.codes == [1, 1], outcome.text

@@ -76,7 +76,7 @@ def test_a_rank_is_stopped_for_half_a_minute(scene: Scene):
     outcome = scene.strike(accident)
     assert outcome.codes == [0, 0], outcome.text
     # From a quarter of the time-out on it says so, again after twice as long.
-    seen, seconds = scene.logged("was not heard of for")
+    seen, seconds = scene.logged("sent no heartbeat for")
     scene.record(
         "process",
         "SIGSTOP of a rank, for 30 s",
@@ -107,7 +107,7 @@ def test_a_rank_is_late(scene: Scene):
     outcome = scene.strike(accident, {"run.timeout_seconds": 3.0})
     assert outcome.codes == [0, 0], outcome.text
     seen, seconds = scene.logged("rank 1 on")
-    assert "keeps others waiting" in seen
+    assert "kept others waiting" in seen
     scene.record(
         "process",
         "a rank is late",
@@ -121,8 +121,8 @@ def test_a_rank_is_late(scene: Scene):
 @pytest.mark.parametrize(
     ("kind", "what", "said"),
     [
-        ("exit", "is absent", "rank 1 of 2 did not come to"),
-        ("other port", "looks for the others at another port", "rank 1 of 2 did not come to"),
+        ("exit", "is absent", "rank 1 of 2 did not join at"),
+        ("other port", "looks for the others at another port", "rank 1 of 2 did not join at"),
         ("other code", "is of another version", "the ranks run different code"),
     ],
 )

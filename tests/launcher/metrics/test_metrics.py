@@ -99,7 +99,7 @@ def test_a_file_that_was_removed_takes_no_more(tmp_path: Path) -> None:
     with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(train(1))
         (tmp_path / "metrics.jsonl").unlink()
-        with pytest.raises(OSError, match="somebody has removed the run's metrics"):
+        with pytest.raises(OSError, match="the run's metrics file was removed"):
             writer.write(train(2))
 
 
@@ -259,7 +259,7 @@ def test_a_terminals_line_fits_it_and_loses_what_matters_least(columns: int) -> 
 
 def test_a_validations_line_says_what_it_is_compared_with() -> None:
     record = {"kind": "validation", "step": 4, "loss": 8.0, "unigram_entropy": 4.9290, "num_targets": 6100}
-    line = "step 4/4 100%  validation loss {}  {} the token frequencies' 4.9290  6.1k targets"
+    line = "step 4/4 100%  validation loss {}  {} the unigram entropy 4.9290  6.1k targets"
     assert console_line(record, 4) == line.format("8.0000", "3.0710 nats above")
     assert console_line(record | {"loss": 4.0}, 4) == line.format("4.0000", "0.9290 nats below")
 
@@ -317,8 +317,8 @@ def test_ten_thousand_steps_of_a_large_model_stay_under_50_mb(tmp_path):
 @pytest.mark.parametrize(
     ("idle", "said"),
     [
-        (base64.b64encode(zlib.compress(bytes(256 << 20), 9)).decode(), "is not of 256 experts"),
-        (base64.b64encode(zlib.compress(bytes(31))).decode(), "is not of 256 experts"),
+        (base64.b64encode(zlib.compress(bytes(256 << 20), 9)).decode(), "does not cover 256 experts"),
+        (base64.b64encode(zlib.compress(bytes(31))).decode(), "does not cover 256 experts"),
         (base64.b64encode(b"no zlib").decode(), "cannot be read"),
         ("A", "cannot be read"),
     ],

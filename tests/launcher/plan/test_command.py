@@ -21,7 +21,7 @@ def test_a_plan_is_one_screen(capsys):
     code, out, err = call(capsys, "plan", *QUICK)
     assert (code, err) == (0, "")
     assert len(out.splitlines()) < 45
-    for said in ("It fits", "memory of a rank", "a step", "tokens a second", "The longest row that fits", "MFU"):
+    for said in ("It fits", "memory per rank", "a step", "tokens per second", "The longest row that fits", "MFU"):
         assert said in out
 
 
@@ -53,7 +53,7 @@ def test_where_nothing_fits_it_says_what_would(capsys):
     rows = ("--data.seq_len", "16777216", "--train.tokens_per_step", "16777216")
     words = ("--model.preset", "llama-3.1-8b", "--parallel.expert", "1", "--parallel.ulysses", "1", "--ranks", "2")
     err = refused(capsys, 2, "plan", "--config", "quickstart", *rows, *words, "--search")
-    assert "Nothing fits 2 ranks" in err
+    assert "No settings fit 2 ranks" in err
     assert "ranks: context" in err
     assert len(err.splitlines()) < 15
 
@@ -61,7 +61,7 @@ def test_where_nothing_fits_it_says_what_would(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--search", "--trace"], "Trace what the search found"),
+        (["--search", "--trace"], "Use --trace on a setting"),
         (["--ranks", "3", "--parallel.context", "2"], "parallel.context=2 does not divide the 3 ranks"),
     ],
 )
@@ -89,7 +89,7 @@ def test_one_question_has_one_answer_and_the_exit_code_says_whether_it_fits(caps
     """Seconds of a step of 1,048,576 tokens in one row: as longer rows of one plan, and as another plan."""
     words = ["plan", "--config", "llama-3.1-8b-128k", "--ranks", 8]
     shorter = succeed(capsys, *words)
-    found = re.search(r"Rows of 1,048,576 tokens fit with: .* \((.*), (.*) s a step of 1,048,576 tokens\)", shorter)
+    found = re.search(r"Rows of 1,048,576 tokens fit with: .* \((.*), (.*) s per step of 1,048,576 tokens\)", shorter)
     assert found, shorter
     code, _, _ = call(capsys, *words, "--data.seq_len", 1048576, "--train.tokens_per_step", 1048576)
     assert code == 1, "not with the recipe's own settings"
@@ -107,7 +107,7 @@ def plan(python: str, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--capability", "hopper"], "--capability 'hopper' is not one"),
+        (["--capability", "hopper"], "--capability 'hopper' is not a compute capability"),
         (["--data.seqlen", "64"], "seqlen"),
     ],
 )

@@ -103,8 +103,8 @@ def _profile(tmp_path: Path, **changes: str) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"peak_flops": "[peek_flops]\n"}, "peek_flops is not known, peak_flops is missing"),
-        ({"memory_bytes": "[memory_bytes]\nvalue = -1\n[other]\n"}, "is no profile"),
+        ({"peak_flops": "[peek_flops]\n"}, "peek_flops is unknown, peak_flops is missing"),
+        ({"memory_bytes": "[memory_bytes]\nvalue = -1\n[other]\n"}, "is not a valid profile"),
         ({"memory_bytes": "[[["}, "is not TOML"),
         ({"memory_bytes": '[hidden_share]\nvalue = true\nsource = "x"\n[memory_bytes]\n'}, "hidden_share is"),
         ({"memory_bytes": '[hidden_share]\nvalue = 1.5\nsource = "x"\n[memory_bytes]\n'}, "hidden_share is"),

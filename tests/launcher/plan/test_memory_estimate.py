@@ -87,7 +87,7 @@ def test_what_is_on_a_disk_takes_no_memory(flags, disk, memory):
 def test_a_machine_without_room_for_what_is_offloaded_refuses():
     flags = [*LLAMA, "--train.dtype", "bfloat16", "--zero.stage", "3", "--zero.offload", "cpu"]
     # 20 bytes a parameter over eight ranks of this machine are 125.5 GiB.
-    assert "for what is offloaded" in refusal(flags, 8, host=120, gpu=20)
+    assert "free for offloading" in refusal(flags, 8, host=120, gpu=20)
     assert refusal(flags, 8, host=130, gpu=20) == ""
 
 
@@ -115,7 +115,7 @@ def test_what_is_kept_on_the_host_is_counted_there_but_for_the_last_layers(keep)
     assert (device.host, host.host) == (0, device.activations * 31 // 32)
     assert device.on_device - host.on_device == host.host
     # Pinned memory of all the machine's ranks.
-    assert "for what is offloaded" in refusal([*flags, "--train.store", "host"], 8, host=0.1, gpu=200)
+    assert "free for offloading" in refusal([*flags, "--train.store", "host"], 8, host=0.1, gpu=200)
 
 
 def test_by_chunks_a_block_keeps_what_passes_between_its_parts_and_all_of_it_leaves_the_device():
@@ -167,7 +167,7 @@ def test_a_gpu_holds_one_rank_and_the_machine_passes_every_ranks_weights():
     flags = [*LLAMA, "--train.dtype", "bfloat16", "--zero.stage", "3"]
     assert "10.0 GiB are free on its GPU" in refusal(flags, 8, host=300, gpu=10)
     said = refusal(flags, 8, host=10, gpu=39)
-    assert "1.6 GiB, 8 ranks of it run on this machine, and 10.0 GiB of memory are free" in said
+    assert "1.6 GiB, with 8 ranks on this machine and 10.0 GiB of host memory free" in said
 
 
 def test_the_check_asks_the_machine_and_can_be_left_out(monkeypatch, caplog):
@@ -180,7 +180,7 @@ def test_the_check_asks_the_machine_and_can_be_left_out(monkeypatch, caplog):
     assert "--zero.offload" not in str(caught.value), "a CPU has nowhere else to go"
     monkeypatch.setattr(memory_estimate, "free_memory_bytes", lambda device: GIB)
     with pytest.raises(
-        ConfigError, match=r"With --zero\.offload cpu and --train\.store host as well it is .* on the GPU"
+        ConfigError, match=r"With --zero\.offload cpu and --train\.store host as well, it is .* on the GPU"
     ):
         check_memory(config, config.model.config(), 2, 2, torch.device("cuda"))
     assert len(str(caught.value).splitlines()) < SCREEN

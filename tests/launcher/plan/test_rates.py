@@ -75,10 +75,10 @@ def test_what_is_written_is_read_back(rate):
         ({"value": True}, "not a number above 0"),
         ({"float32": 1.0}, "one for float32 and one for bfloat16"),
         ({}, "a value"),
-        ({"tokens": [2, 1], "value": [1.0, 2.0]}, "no ascending list"),
+        ({"tokens": [2, 1], "value": [1.0, 2.0]}, "not an ascending list"),
         ({"tokens": [1, 2], "value": [1.0]}, "2 numbers above 0"),
         ({"tokens": [1, 2], "width": [3], "value": [1.0, 2.0]}, "2 lists of 1 numbers above 0"),
-        ({"bytes": [1, 2], "value": 1.0}, "bytes means nothing"),
+        ({"bytes": [1, 2], "value": 1.0}, "bytes is not allowed here"),
     ],
 )
 def test_what_is_no_rate_is_refused(section, problem):

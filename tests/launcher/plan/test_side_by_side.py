@@ -70,7 +70,7 @@ def test_the_longest_row_is_what_the_ranks_may_hold():
     longer = _longer(run, 16384)
     assert longer is not None
     assert longer.config.data.seq_len == 32768
-    assert "8,192 tokens a rank" in words(longer.config)
+    assert "8,192 tokens per rank" in words(longer.config)
 
 
 def test_a_search_keeps_the_key():

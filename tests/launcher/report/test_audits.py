@@ -15,11 +15,11 @@ NAMED = {
     "ranks": [3],
     "hosts": ["node-2"],
     "rank_of_call": 3,
-    "what": "a product in the backward pass (aten::mm) of model.layers.7.mlp.down_proj.weight",
+    "what": "a matmul in the backward pass (aten::mm) of model.layers.7.mlp.down_proj.weight",
     "values": 1,
     "of_values": 131072,
     "bits": [27],
-    "evidence": "Ranks 0 and 1 computed it again, and so did rank 3.",
+    "evidence": "Ranks 0 and 1 recomputed it, and so did rank 3.",
 }
 OPEN = {**NAMED, "ranks": [1, 0], "hosts": ["node-1", "node-0"], "bits": [3, 9], "evidence": "Two can only disagree."}
 REPLICA = {"ranks": [2], "hosts": ["<node>"], "what": "model.norm.weight (exp_avg)"}

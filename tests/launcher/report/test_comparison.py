@@ -44,8 +44,8 @@ def test_runs_whose_tokens_differ_are_compared_in_bits_a_byte(tmp_path: Path) ->
         checked = validation(2) | {"loss": 4.0, "bits_per_byte": bits}
         runs.append(make_run(tmp_path / name / "run", [dense(1), dense(2, loss=4.0), checked]))
     section = section_of(write_comparison(runs, tmp_path / "page.html").read_text(), "Loss")
-    assert "loss (bits a byte)" in section
-    assert "tokens are not the same" in section
+    assert "loss (bits per byte)" in section
+    assert "tokenizers differ" in section
     assert bits_of_nats([load_run(run) for run in runs]) == [0.5, 0.25]
     assert bits_of_nats([load_run(runs[0])] * 2) is None
 

@@ -107,7 +107,7 @@ def test_the_page_has_every_part_and_tells_of_resumes_and_discarded_rows(full_pa
     assert full_page.count("<svg") == 6
     assert "finished: 20 steps" in full_page
     assert "Resumed at step 10;" in full_page
-    assert "2 rows of steps that were run again" in full_page
+    assert "2 rows from repeated steps" in full_page
     assert ">resumed</text>" in section_of(full_page, "Loss")
 
 
@@ -120,7 +120,7 @@ def test_key_figures(full_page: str) -> None:
         "Unigram entropy": "6.5000",
         "Learned from context": "1.5000",
         "Tokens": "81.9k",
-        "Tokens a second": "10.0k",
+        "Tokens per second": "10.0k",
         "Wall time": "20 s",
     }
     assert "of it 10 s in steps" in full_page
@@ -215,7 +215,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.toml: not TOML"):
         write_report(folder)
     other = make_run(tmp_path / "other", [train(1, time="yesterday")])
-    with pytest.raises(DataError, match="time='yesterday' is no ISO time"):
+    with pytest.raises(DataError, match="time='yesterday' is not an ISO time"):
         write_report(other)
 
 

@@ -45,9 +45,9 @@ def check_saved(found: Disturbed, kind: str, *, tracebacks: int = 0) -> None:
 
 def check_screen(found: Disturbed, program: str) -> None:
     """One screen is the last thing that is said."""
-    assert found.ended.text.count("Stopped behind step") == 1
-    last = found.ended.text.split("Stopped behind step")[1].splitlines()
-    assert last[3].startswith(f"Go on with: {program} "), found.ended.text
+    assert found.ended.text.count("Stopped after step") == 1
+    last = found.ended.text.split("Stopped after step")[1].splitlines()
+    assert last[3].startswith(f"Resume with: {program} "), found.ended.text
     assert last[3].endswith(" --run.resume latest")
     # A runner that is asked to end starts a pdsh more, which finds nobody to end.
     assert not any(line for line in last[4:] if not line.startswith("pdsh@")), found.ended.text
@@ -66,7 +66,7 @@ def record(fault_rows: FaultRows, found: Disturbed, folder: Path, undisturbed: P
             group=group,
             kind=kind,
             injected=f"once step 3 of {STEPS} is taken",
-            seen=verdict(found.ended.text, "Stopped behind step", {folder: "RUN"}),
+            seen=verdict(found.ended.text, "Stopped after step", {folder: "RUN"}),
             seconds=round(found.seconds, 2),
             steps_lost=found.taken - resumed,
             beyond_checkpoint=(found.saved or 0) - resumed,

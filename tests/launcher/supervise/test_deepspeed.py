@@ -78,7 +78,7 @@ def test_a_stop_is_the_ranks_own_and_the_last_thing_said_is_ours(shards, tmp_pat
     launch.runner().send_signal(number)
     text = check_ended(launch, STOPPED)
     assert "Traceback" not in text
-    before, after = text.split("Stopped behind step")
+    before, after = text.split("Stopped after step")
     assert "--run.resume auto" in after
     assert newest_checkpoint_step(folder) == last_step(folder)
     # DeepSpeed's launcher notes the exit codes of its ranks, a line each.
@@ -110,7 +110,7 @@ def test_a_host_that_goes_away_is_left_out(shards, tmp_path):
             if str(folder) in line and variables.get("RANK") == "1" and "launcher/pretrain.py" in line:
                 process.send_signal(signal.SIGKILL)
         text = check_ended(launch, 0)
-    assert f"{HOSTS[1]} does not answer over ssh. Going on with 1 of 2 hosts, 1 ranks." in text
+    assert f"{HOSTS[1]} does not answer over ssh. Continuing with 1 of 2 hosts, 1 ranks." in text
     run(train, 1, shards, tmp_path / "alone", settings)
     got, want = rows(folder), rows(tmp_path / "alone")
     assert [row["step"] for row in got] == [row["step"] for row in want]

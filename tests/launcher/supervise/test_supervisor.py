@@ -64,7 +64,7 @@ def test_our_own_verb_is_a_training_command():
     assert TrainingCommand.of(["longctx", "train", "--ranks", "2"]).words == ["longctx", "train", "--ranks", "2"]
     module = ["torchrun", "--nproc_per_node", "2", "-m", "launcher.pretrain", "--run.seed", "3"]
     assert TrainingCommand.of(module).arguments == ("--run.seed", "3")
-    with pytest.raises(ConfigError, match="starts no training"):
+    with pytest.raises(ConfigError, match="is not a training command"):
         TrainingCommand.of(["longctx", "tokenizer", "train"])
 
 
@@ -76,8 +76,8 @@ def test_it_goes_on_from_the_newest_good_checkpoint_until_the_run_is_done(capsys
     assert trainer.resumes() == [None, "newest-good", "newest-good"]
     assert all(arguments[-4:-2] == ["--run.seed", "3"] for arguments in trainer.calls()[1:])
     assert [(row["exit_code"], row["step"]) for row in trainer.restarts()] == [(1, 3), (137, 5)]
-    assert "attempt 1 ended with exit code 1 behind step 3 of 10" in err
-    assert "Going on from the newest good checkpoint" in err
+    assert "attempt 1 ended with exit code 1 after step 3 of 10" in err
+    assert "Resuming from the newest good checkpoint" in err
 
 
 def test_ranks_that_have_lost_their_launcher_are_started_again(capsys, tmp_path: Path):
@@ -86,7 +86,7 @@ def test_ranks_that_have_lost_their_launcher_are_started_again(capsys, tmp_path:
     trainer = Trainer(tmp_path, *acts)
     code, _, err = call(capsys, "run", *NOW, "--", *trainer.words())
     assert code == 1, "the second attempt came no further"
-    assert "two attempts in a row ended behind step 2" in err
+    assert "two attempts in a row ended after step 2" in err
     assert len(trainer.calls()) == 2
 
 
@@ -94,7 +94,7 @@ def test_without_a_checkpoint_it_begins_anew(capsys, tmp_path: Path):
     trainer = Trainer(tmp_path, Act(steps=(1,)), Act(steps=range(1, 11), code=0))
     code, _, err = call(capsys, "run", *NOW, "--", *trainer.words())
     assert code == 0, err
-    assert "There is no checkpoint yet: beginning anew" in err
+    assert "There is no checkpoint yet: starting from scratch" in err
     assert trainer.resumes() == [None, None]
     # What the first attempt did is kept, and out of the way of the second one's.
     assert len((trainer.run / "metrics.jsonl").read_text().splitlines()) == 10
@@ -156,27 +156,27 @@ def test_a_checkpoint_of_another_run_is_gone_on_from_until_this_one_has_its_own(
 @pytest.mark.parametrize(
     ("acts", "code", "said"),
     [
-        ((Act(code=2),), 2, "a mistake in the command or its settings"),
-        ((Act(code=130),), 130, "somebody interrupted"),
+        ((Act(code=2),), 2, "an error in the command or its settings"),
+        ((Act(code=130),), 130, "was interrupted"),
         ((Act(), Act()), 1, "two attempts in a row ended before its first step"),
-        ((Act(steps=(1, 2), saves=(1,)), Act(steps=(2,))), 1, "two attempts in a row ended behind step 2 of 10"),
+        ((Act(steps=(1, 2), saves=(1,)), Act(steps=(2,))), 1, "two attempts in a row ended after step 2 of 10"),
         (
             (Act(steps=(1, 2), saves=(2,), stop="signal", code=75),),
             75,
-            "was asked to stop, and has saved behind step 2",
+            "was asked to stop, and saved after step 2",
         ),
         (
             (Act(steps=(1, 2), saves=(1,), wrong=(0, 1)), Act(steps=(2, 3), wrong=(0, 1))),
             1,
             "this machine computed wrong numbers in two attempts",
         ),
-        ((Act(code=143),), 143, "somebody ended the training by SIGTERM"),
+        ((Act(code=143),), 143, "the training was ended by SIGTERM"),
         # What a launcher says whose own launcher was killed.
-        ((Act(steps=(1,), code=0), Act(steps=(1,), code=0)), 1, "two attempts in a row ended behind step 1"),
+        ((Act(steps=(1,), code=0), Act(steps=(1,), code=0)), 1, "two attempts in a row ended after step 1"),
         (
             (Act(steps=(1,), saves=(1,)), Act(steps=(2,)), Act(steps=(3,), code=-9)),
             137,
-            "was the last one (--retries 2).\nWhat it said is above",
+            "was the last one (--retries 2).\nIts output is above",
         ),
     ],
 )
@@ -192,7 +192,7 @@ def test_a_launcher_that_was_killed_leaves_nobody_behind(capsys, tmp_path: Path)
     trainer = Trainer(tmp_path, Act(steps=(1,), code=-9, rank=True), Act(steps=range(1, 11), code=0))
     code, _, err = call(capsys, "run", *NOW, "--", *trainer.words())
     assert code == 0, err
-    assert "ended 1 processes that the launcher had left behind" in err
+    assert "ended 1 processes left by the launcher" in err
     assert not psutil.pid_exists(int((trainer.place / "rank").read_text()))
 
 
@@ -330,7 +330,7 @@ def test_hosts_that_do_not_answer_or_compute_wrong_numbers_are_left_out(
     for host in silent:
         assert f"{host} does not answer over ssh" in err
     if wrong:
-        assert "two computed a wrong number and is left out" in err
+        assert "two computed a wrong number and is excluded" in err
 
 
 def test_hosts_that_a_filter_picks_are_left_to_it():
@@ -342,8 +342,8 @@ def test_hosts_that_a_filter_picks_are_left_to_it():
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ([], 2, "needs the command that it is to start"),
-        (["--", "deepspeed", "--num_gpus", "2", "launcher/pretrin.py"], 2, "starts no training"),
+        ([], 2, "needs the command to start"),
+        (["--", "deepspeed", "--num_gpus", "2", "launcher/pretrin.py"], 2, "is not a training command"),
         (["--wait-seconds", "nan", "--", "launcher/pretrain.py"], 2, "--wait-seconds nan must be between 0 and"),
         (["--", "deepspeed", "launcher/pretrain.py", "--train.stepps", "3"], 2, "train.stepps"),
         (["--", "longctx", "train", "--hostfile", "no-file"], 1, "hostfile no-file does not exist"),

@@ -29,10 +29,10 @@ def config(**parallel: int):
     ("parallel", "ranks"),
     [
         ({}, {0: ()}),
-        ({"context": 2}, {0: ("first of the ring",), 1: ("middle of the ring", "last of the ring")}),
-        ({"context": 5}, {0: ("first of the ring",), 2: ("middle of the ring",), 4: ("last of the ring",)}),
-        ({"context": 8, "ulysses": 8}, {0: (), 7: ("last of those that split heads",)}),
-        ({"expert": 4}, {0: ("first that shares the experts",), 3: ("last that shares the experts",)}),
+        ({"context": 2}, {0: ("first ring rank",), 1: ("middle ring rank", "last ring rank")}),
+        ({"context": 5}, {0: ("first ring rank",), 2: ("middle ring rank",), 4: ("last ring rank",)}),
+        ({"context": 8, "ulysses": 8}, {0: (), 7: ("last rank in the Ulysses group",)}),
+        ({"expert": 4}, {0: ("first rank in the expert group",), 3: ("last rank in the expert group",)}),
     ],
 )
 def test_one_rank_of_each_kind(parallel, ranks):
@@ -42,7 +42,7 @@ def test_one_rank_of_each_kind(parallel, ranks):
 def test_a_rank_that_is_of_two_kinds_is_traced_once():
     kinds = rank_kinds(config(context=8, ulysses=2, expert=8))
     assert [kind.rank for kind in kinds] == [0, 1, 4, 6, 7]
-    assert kinds[0].describe() == "rank 0 (first of the ring, first that shares the experts)"
+    assert kinds[0].describe() == "rank 0 (first ring rank, first rank in the expert group)"
 
 
 def test_the_world_is_the_smallest_that_the_degrees_make_unless_it_is_given():

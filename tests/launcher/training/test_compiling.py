@@ -47,14 +47,14 @@ def test_without_a_compiler_auto_goes_on_and_says_so(tmp_path):
 
 def test_without_a_compiler_on_is_refused_on_one_screen(tmp_path):
     with pytest.raises(ConfigError, match=r"train.compile=on, but on rank 1 .*g\+\+.*\n.*train.compile=off") as error:
-        comes_to(tmp_path, "on", "cpu", "on rank 1 there is no C++ compiler (g++)")
+        comes_to(tmp_path, "on", "cpu", "on rank 1 a C++ compiler is missing (g++)")
     assert len(str(error.value).splitlines()) < SCREEN
 
 
 def test_the_rank_that_cannot_compile_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(machines, "gather_objects", lambda _: [None, "there is no C++ compiler (g++)"])
+    monkeypatch.setattr(machines, "gather_objects", lambda _: [None, "a C++ compiler is missing (g++)"])
     mesh = Mesh(rank=0, world_size=2, context=2, ranks_per_node=2)
-    for wish, problem in (("on", "on rank 1 there is no C++ compiler (g++)"), ("auto", ""), ("off", "")):
+    for wish, problem in (("on", "on rank 1 a C++ compiler is missing (g++)"), ("auto", ""), ("off", "")):
         machine = machines.machine_of_ranks(TargetMachine(ranks=2), asked(tmp_path, wish), mesh, torch.device("cpu"))
         assert machine.compile_problem == problem
 

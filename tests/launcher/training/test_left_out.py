@@ -58,14 +58,14 @@ def test_a_plan_counts_the_pairs_that_are_left_out(capsys, pairs):
     assert "truncated" not in out
     assert "documents longer" not in out
     err = refused(capsys, 2, *plan(pairs, "shards", 2, 2))
-    assert "no pair of" in err
+    assert "no pair in" in err
 
 
 def test_a_plan_of_spans_knows_both_sides_and_refuses_pairs(capsys, pairs):
     out = succeed(capsys, *plan(pairs, "texts", 64, 128, objective="spans"))
     assert "busiest rank" in out
     err = refused(capsys, 2, *plan(pairs, "shards", 64, 128, objective="spans"))
-    assert "train.objective=spans is for texts" in err
+    assert "train.objective=spans requires texts" in err
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_a_plan_of_spans_knows_both_sides_and_refuses_pairs(capsys, pairs):
     [
         (
             {"pairs_left_out": 12, "truncated_tokens": 300},
-            "padding, pairs left out, longer than a row on either side: 12.",
+            "padding, pairs dropped because a side exceeds a row: 12.",
         ),
-        ({"pairs_left_out": 0}, "padding, pairs left out, longer than a row on either side: 0."),
+        ({"pairs_left_out": 0}, "padding, pairs dropped because a side exceeds a row: 0."),
         (
             {"pairs_left_out": 1200, "exact": False},
-            "padding, pairs left out, longer than a row on either side: about 1,200, judging by its first 5,000",
+            "padding, pairs dropped because a side exceeds a row: about 1,200, estimated from its first 5,000",
         ),
-        ({"truncated_tokens": 300}, "padding, 300 tokens of rests left out."),
+        ({"truncated_tokens": 300}, "padding, 300 remainder tokens dropped."),
         ({}, "1.25 % padding."),
     ],
 )

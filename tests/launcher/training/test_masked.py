@@ -93,8 +93,8 @@ def test_a_step_in_which_nothing_counts_has_no_loss_and_is_none_to_measure_other
     assert [record["loss"] for record in validations] == [None, None]
     assert validations[0]["num_targets"] == 0
     log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
-    assert "No token of the validation rows counts" in log
-    assert "no token counts" in log
+    assert "The validation rows have no target tokens" in log
+    assert "no target tokens" in log
 
 
 def uncounted(masked: Path, folder: Path) -> Path:

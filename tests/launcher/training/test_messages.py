@@ -68,7 +68,7 @@ FAULTS: dict[str, Fault] = {
     "a stale gradient": Fault(
         exchanges(faults.stale, kind=Kind.GRADIENTS),
         1,
-        ("Rank 0 got gradients of keys and values from rank 1 (backward", "in its place the bytes of another message"),
+        ("Rank 0 got KV gradients from rank 1 (backward", "its bytes are those from another message"),
     ),
     "wrong bytes in two levels": Fault(
         exchanges(faults.wrong_bytes, 13), 3, ("Rank 3 got keys and values",), TWO_LEVELS, 4
@@ -76,7 +76,7 @@ FAULTS: dict[str, Fault] = {
     "wrong bytes in an all-gather": Fault(
         collective("all_gather_into_tensor", 1, -3),
         0,
-        ("Rank 0 got keys and values of all ranks from rank 1 (forward",),
+        ("Rank 0 got all ranks' keys and values from rank 1 (forward",),
         {**RING, "parallel.transport": "all_gather"},
     ),
     "wrong bytes in heads": Fault(
@@ -89,7 +89,7 @@ FAULTS: dict[str, Fault] = {
         {"parallel.expert": 2, "parallel.context": 1},
     ),
     "wrong bytes in states": Fault(
-        collective("all_gather_into_tensor", 1, -3), 0, ("Rank 0 got states of linear attention from rank 1",), LINEAR
+        collective("all_gather_into_tensor", 1, -3), 0, ("Rank 0 got linear attention states from rank 1",), LINEAR
     ),
 }
 
@@ -120,8 +120,8 @@ def break_a_step(name: str, shards: Path, output: Path) -> None:
                 return super().forward_backward(step)
 
     words = (
-        "ClusterError: in step 5, messages between ranks did not arrive as they were sent (parallel.check_rows).",
-        "The step was not taken",
+        "ClusterError: in step 5, messages between ranks changed in transit (parallel.check_rows).",
+        "The update was not applied",
         "step_000004 (--run.resume latest)",
     )
     seen = output.parent / "screen"

@@ -66,7 +66,7 @@ def test_a_run_stopped_in_the_middle_goes_on_to_the_same_rows_on_other_ranks(mix
 def test_a_broken_step_names_the_rows_of_each_source(mixture: Path, tmp_path: Path):
     source = {"block_row": 7, "block": 1, "epoch": 2}
     said = rows_from(tiny_config(mixture, tmp_path / "run"), {"rows_consumed": 12, "sources": {"first": source}})
-    assert "from row 12 of the run on (first from row 7 of block 1 of epoch 2 on; longctx data sample" in said
+    assert "from the run's row 12 on (first from epoch 2, block 1, row 7 on; longctx data sample" in said
     assert "--first-row 12" in said
 
 
@@ -75,6 +75,6 @@ def test_a_mixture_that_is_used_up_says_so_before_and_when(mixture: Path, tmp_pa
     text = mixture.read_text().replace("weight = 1", few)
     mixture.write_text(text[: text.index("[[stages]]")])
     changed = {"train.steps": 500, "checkpoint.every_steps": 500, "parallel.context": 1}
-    with pytest.raises(AssertionError, match="is used up after"):
+    with pytest.raises(AssertionError, match="is exhausted after"):
         run_distributed(train_on_one_rank, 1, mixture, tmp_path / "out", changed)
-    assert "The mixture is used up about" in (tmp_path / "out/logs/rank_0.log").read_text()
+    assert "The mixture ends about" in (tmp_path / "out/logs/rank_0.log").read_text()

@@ -60,15 +60,15 @@ def break_a_gradient(run: TrainingRun) -> None:
 BREAKS: dict[str, tuple[Callable[[TrainingRun], None], list[str]]] = {
     "loss": (
         break_a_weight,
-        ["the loss of step 3 is not finite: nan", f"before this step: {LAST_NORM}.", "no checkpoint"],
+        ["the loss in step 3 is not finite: nan", f"before this step: {LAST_NORM}.", "no checkpoint"],
     ),
     "router": (
         break_a_router,
-        ["router logits of step 3 are not finite: model.layers.1 (", f"before this step: {ROUTER}.", "z_loss_weight"],
+        ["router logits in step 3 are not finite: model.layers.1 (", f"before this step: {ROUTER}.", "z_loss_weight"],
     ),
     "gradient": (
         break_a_gradient,
-        ["the gradient of step 3 is not finite: norm inf, though loss ", f"finite: {EXPERT}."],
+        ["the gradient in step 3 is not finite: norm inf, though loss ", f"gradients: {EXPERT}."],
     ),
 }
 
@@ -78,9 +78,9 @@ def test_a_step_in_which_no_token_counts_has_no_loss_to_speak_of():
         step=3, loss=None, grad_norm=math.inf, routers=(), gradients=(), weights=(), spike="", rejection="", ranks=(),
         in_row=0, rows="", train=TrainSection(), checkpoint=None,
     )  # fmt: skip
-    assert "norm inf, though no token counts." in broken.message()
+    assert "norm inf, though the step has no target tokens." in broken.message()
     part = replace(broken, grad_norm=None)
-    assert "a part of the objective of step 3 is not finite" in part.message()
+    assert "an objective term in step 3 is not finite" in part.message()
     assert part.error().record["loss"] is None
 
 
@@ -145,9 +145,9 @@ def end_with(kind: str, shards: Path, output: Path) -> None:
     act, _ = BREAKS[kind]
     words = [
         "TrainingError: ",
-        "of step 6",
+        "in step 6",
         "step_000004 (--run.resume latest)",
-        "The step was not taken",
+        "The update was not applied",
     ]
     changed = {"parallel.expert": 2, "train.skip_steps": 0}
     end_guarded_each(shards, output, [(changed, 1, words)], breaking_step(6, act))

@@ -55,7 +55,7 @@ def test_the_same_files_are_converted_once_and_others_again(hf, tmp_path, caplog
     with caplog.at_level(logging.INFO, logger="launcher.training.origin"):
         logging.getLogger("launcher").propagate = True
         convert(hf, tmp_path / "run")
-    assert "was converted before" in caplog.text
+    assert "is already converted" in caplog.text
     assert (folder / "manifest.json").stat().st_mtime_ns == first
     file = hf / "model.safetensors"
     changed = {name: tensor + 1 for name, tensor in load_file(file).items()}
@@ -134,7 +134,7 @@ def started(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def test_a_run_starts_from_a_hugging_face_folder(started):
     folder = started[1]
     log = (folder / "logs" / "rank_0.log").read_text()
-    assert log.count("every tensor was read back") == log.count("was converted before") == 1
+    assert log.count("every tensor was read back") == log.count("is already converted") == 1
     assert "  rope.theta 10000 → 20000" in log
     assert "WARNING" not in log
     assert [r["step"] for r in rows(folder) if r["kind"] == "validation"] == [0, 1]
@@ -220,7 +220,7 @@ def test_blocks_for_multi_token_prediction_are_trained_where_their_loss_has_a_we
 
 def test_blocks_that_nothing_trains_are_refused(shards, tmp_path):
     for changed, message in (
-        ({"model.mtp_layers": 1}, "model.mtp_layers=1: nothing but the loss of train.mtp_weight"),
+        ({"model.mtp_layers": 1}, "model.mtp_layers=1: only the loss of train.mtp_weight"),
         ({"train.mtp_weight": 0.1}, "the model has none"),
     ):
         with pytest.raises(ConfigError, match=message):

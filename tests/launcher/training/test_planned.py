@@ -65,7 +65,7 @@ def test_a_measured_profile_goes_first_on_its_own_kind_of_device(tmp_path, monke
 def test_a_gpu_without_profile_has_bytes_and_no_seconds():
     found = expected("NVIDIA A100-SXM4-80GB")
     assert found.seconds is None
-    assert "no profile says how fast NVIDIA A100-SXM4-80GB is" in found.line()
+    assert "no profile has rates for NVIDIA A100-SXM4-80GB" in found.line()
     assert "step_seconds" not in found.record(0)
     assert found.record(0)["peak_bytes"] == found.bytes.peak > 0
     assert found.bytes.process == 0, "a GPU's memory holds no program"

@@ -48,8 +48,8 @@ class Flip(NamedTuple):
     changed: dict[str, Any] = CONTEXT
 
 
-_OTHERS = "holds other bits than the ranks that agree: "
-_OWN = "holds what is not what its last update left there: "
+_OTHERS = "differs from the ranks that agree: "
+_OWN = "has values that differ from its last update: "
 FLIPS: dict[str, Flip] = {
     # Each rank answers for some tensors, and knows of those how it left them: of this one rank 1 does.
     "weight, stage 0": Flip(0, MASTER, f"{_OTHERS}{NAME} (master)", rank=3),
@@ -96,10 +96,10 @@ def find(name: str, shards: Path, output: Path) -> None:
         trainer.take_step()
     said, record = str(caught.value), caught.value.record
     assert len(set(gather_objects(said))) == 1, "the same on every rank"
-    assert said.startswith("in step 3, bits of weights or moments have changed that nobody wrote"), said
+    assert said.startswith("in step 3, bits in weights or moments have changed without an update"), said
     assert flip.says in said, said
     # Where it is decided, one rank is named, and it is the right one.
-    if flip.says.startswith(("holds other", _OWN[:10])):
+    if flip.says.startswith(("differs from", _OWN[:10])):
         assert f"Rank {flip.rank} on " in said, said
         assert said.count("Rank ") == 1, said
         # By which ``longctx run`` knows whose host to leave out.
@@ -205,7 +205,7 @@ def commit_no_flipped_copy(shards: Path, output: Path, waits: bool) -> None:
         with pytest.raises(CheckpointError) as caught:
             _save_whole(run_, sums)
     for said in gather_objects(str(caught.value)):
-        assert "of rank 1 is not what the last update left there: bits have changed while it was saved." in said
+        assert "of rank 1 has a checksum mismatch: its bits changed in memory between the last update and the" in said
     assert [path.name for path in list_checkpoints(output)] == ["step_000001"]
     assert not list(output.glob("checkpoints/.*"))
 
@@ -244,7 +244,7 @@ class Struck(NamedTuple):
 IN_A_STEP = Struck(
     "behind step 5; run.replicas_every = 3",
     {"run.replicas_every": 3},
-    ("TrainingError: in step 6", "bits of weights or moments have changed"),
+    ("TrainingError: in step 6", "bits in weights or moments have changed"),
     steps_lost=1,
 )
 AT_A_SAVE = Struck(

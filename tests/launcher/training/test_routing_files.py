@@ -133,9 +133,9 @@ def gone(path: Path) -> None:
 
 
 DAMAGED = {
-    renamed: ["is of step 2"],
-    another_format: ["no routing file of this release"],
-    a_later_release: ["no routing file of this release"],
+    renamed: ["contains step 2"],
+    another_format: ["not a routing file from this release"],
+    a_later_release: ["not a routing file from this release"],
     cut_short: ["cannot be read"],
     wrong_ids: ["is damaged", "model.layers.0.mlp.chosen_experts"],
     gone: ["lacks step 1", "step_000002.safetensors to step_000002.safetensors"],
@@ -171,7 +171,7 @@ def test_a_file_of_another_run_is_refused(tmp_path):
 def test_a_folder_with_another_runs_files_is_not_recorded_to(tmp_path):
     record(tmp_path, chosen())
     files = RoutingFiles(str(tmp_path), "no", MODEL, TOKENS)
-    with pytest.raises(ConfigError, match="already holds the routing of a run"):
+    with pytest.raises(ConfigError, match="already holds a run's routing"):
         files.prepare(range(1, 2), resumes=False)
     files.prepare(range(1, 2), resumes=True)
     (tmp_path / "file").write_text("")
@@ -252,7 +252,7 @@ def test_a_run_that_cannot_follow_ends_on_every_rank_with_one_screen(shards, rec
     cases: list[tuple[dict[str, Any], int, list[str]]] = [
         ({**SHORT, "train.steps": 3, "train.replay_routing": routing}, 1, ["DataError", "lacks step 3", "1 to 3"]),
         ({**SHORT, "train.replay_routing": routing, "run.seed": 1}, 1, ["DataError", "seed: file 0, run 1"]),
-        ({**SHORT, "train.record_routing": routing}, 2, ["ConfigError", "already holds the routing"]),
+        ({**SHORT, "train.record_routing": routing}, 2, ["ConfigError", "already holds a run's routing"]),
     ]
     numbered = [
         ({"run.output_dir": tmp_path / f"run_{n}", **c}, code, words) for n, (c, code, words) in enumerate(cases)

@@ -148,7 +148,7 @@ def test_the_run_goes_on_as_if_it_had_none(shards, tmp_path, fault_rows, kind, s
             group="numbers",
             kind=WHAT[kind],
             injected=f"on the last of 2 ranks in step {LEFT_OUT}; compared with a run that never took that step",
-            seen=verdict(log, f"Step {LEFT_OUT} is left out"),
+            seen=verdict(log, f"Step {LEFT_OUT} is skipped"),
             # It is said at the end of the step.
             seconds=next(r["step_seconds"] for r in read_metrics(tmp_path / "spoilt") if r["step"] == LEFT_OUT),
             steps_lost=sum("skipped" in row for row in found),
@@ -157,11 +157,11 @@ def test_the_run_goes_on_as_if_it_had_none(shards, tmp_path, fault_rows, kind, s
         )
     )
     if kind != "loss":
-        assert "1 step was left out" in " ".join(run_warnings(load_run(tmp_path / "spoilt")))
+        assert "1 step was skipped" in " ".join(run_warnings(load_run(tmp_path / "spoilt")))
 
 
 def end_at_the_second(shards: Path, output: Path) -> None:
-    words = ["the gradient of step 6 is not finite", "1 step before it", "train.skip_steps=1", "step_000004 ("]
+    words = ["the gradient in step 6 is not finite", "1 step before it", "train.skip_steps=1", "step_000004 ("]
     spoilt = type("Spoilt", (SpoiltStep,), {"kind": "gradient", "steps": (LEFT_OUT, LEFT_OUT + 1)})
     end_guarded_each(shards, output, [({"parallel.expert": 2, "train.skip_steps": 1}, 1, words)], spoilt)
 
@@ -176,7 +176,7 @@ def test_too_many_in_a_row_end_it(shards, tmp_path):
     for rank, level in ((0, "WARNING"), (1, "INFO")):
         log = (tmp_path / f"logs/rank_{rank}.log").read_text()
         assert (
-            f"{level} launcher.training.hooks.non_finite: Step {LEFT_OUT} is left out, number 1 in a row of the 1 that"
+            f"{level} launcher.training.hooks.non_finite: Step {LEFT_OUT} is skipped, number 1 in a row of the 1 that"
             in log
         )
         assert EXPERT in log

@@ -64,11 +64,11 @@ def packing(**figures: Any) -> PackReport:
 
 def test_a_run_says_what_it_is():
     begun = [
-        "Model: 1.61M parameters, 1.02M of them for a token; 2 layers of width 128; 8 experts",
+        "Model: 1.61M parameters, 1.02M active per token; 2 layers of width 128; 8 experts",
         "Ranks: 2 ranks = data 1 × context 2 on cpu, zigzag rows by p2p, ZeRO 1, float32.",
-        "Memory: at least 36 MiB a rank",
+        "Memory: at least 36 MiB per rank",
         *("ZeRO 0: 25 MiB", "ZeRO 1, this run: 21 MiB", "ZeRO 2: 18 MiB", "ZeRO 3: 15 MiB"),
-        "Steps: 700 steps of 4,096 tokens = 2 rows of 2,048 tokens, in 2 micro-batches a rank; rate 0.005",
+        "Steps: 700 steps of 4,096 tokens = 2 rows of 2,048 tokens, in 2 micro-batches per rank; rate 0.005",
         "Data: 2.87M tokens in all, 0.70 passes over 2,000 rows with 1.25 % padding",
         "Checkpoints: 4 to come, 18 MiB each; the newest 2 stay; 100.0 GiB",
     ]
@@ -76,10 +76,10 @@ def test_a_run_says_what_it_is():
     assert [line[: len(words)] for line, words in zip(said, begun, strict=True)] == begun
     assert warnings(start()) == []
     assert outlook(start(), 420 * 2**20, 0.19) == (
-        "Plan: 700 steps of 4,096 tokens, 0.70 passes over the data; 0.19 s a step, 2 min in all; "
-        "420 MiB a rank at the peak."
+        "Plan: 700 steps of 4,096 tokens, 0.70 passes over the data; 0.19 s per step, 2 min in all; "
+        "420 MiB per rank at the peak."
     )
-    assert "s a step" not in outlook(start(), 420 * 2**20, None)
+    assert "s per step" not in outlook(start(), 420 * 2**20, None)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_other_tokens_a_step_change_the_schedule_and_say_how():
     said = only_warning(start(["--train.tokens_per_step", "8192"], origin=origin))
     assert "train.tokens_per_step 4096 → 8192." in said
     # 100 steps of 4,096 tokens and 600 of 8,192, where 700 of 4,096 were planned.
-    assert "700 of them will have seen 5.32M tokens instead of 2.87M; train.steps=400 keeps the tokens." in said
+    assert "700 steps will have seen 5.32M tokens instead of 2.87M; train.steps=400 keeps the tokens." in said
 
 
 def test_a_key_of_a_later_release_is_no_change():

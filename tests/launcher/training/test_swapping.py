@@ -52,7 +52,7 @@ def test_weights_on_a_disk_go_through_a_whole_run(shards, tmp_path):
     check_same_bits(swapped, plain, 4)
     log = (swapped / "logs/rank_0.log").read_text()
     assert f"to {disk}, for 2 ranks here, with direct I/O" in log or "through the page cache" in log
-    assert "of it on a disk" in log
+    assert " on a disk" in log
     assert list(disk.iterdir()) == [], "nothing is left"
     alone = {**on(disk, WEIGHTS), "parallel.context": 1, "run.resume": plain / CHECKPOINTS / "step_000002", **short}
     run_distributed(train_each_swapping, 1, shards, {resumed: alone}, timeout=350)
@@ -109,7 +109,7 @@ def test_a_disk_without_room_is_refused_with_the_arithmetic(tmp_path, monkeypatc
     large = ["--model.preset=llama-2-7b", "--data.seq_len=4096", "--train.tokens_per_step=4096"]
     # Masters, moments, gradients and weights in float32: 20 bytes a parameter over the two ranks of this machine.
     said = refusal(tmp_path, *large)
-    assert "has 1.0 GiB free, and 2 ranks of this machine will swap 125.5 GiB" in said
+    assert "has 1.0 GiB free, and 2 ranks on this machine will swap 125.5 GiB" in said
     assert "62.8 GiB each" in said
     check(tmp_path, *large, "--run.memory_check", "false")
 
@@ -125,8 +125,8 @@ def test_it_trains_like_one_on_the_device_and_goes_on_from_its_checkpoint(shards
     run_distributed(train_each, 2, shards, {plain: {"zero.stage": 2}, offloaded: OFFLOADED}, timeout=350)
     check_same(offloaded, plain)
     log = (offloaded / "logs/rank_0.log").read_text()
-    assert "DeepSpeed's AdamW for the machine's memory was ready" in log
-    assert "of it offloaded" in log
+    assert "DeepSpeed's CPU AdamW was ready" in log
+    assert " offloaded" in log
     changed = {**OFFLOADED, "run.resume": plain / CHECKPOINTS / "step_000004"}
     run_distributed(train_each, 2, shards, {resumed: changed}, timeout=350)
     assert next(row["step"] for row in rows(resumed)) == 5

@@ -175,7 +175,7 @@ def test_a_collapsed_layer_is_named_once_after_a_whole_window():
     assert said[6] == [3]
     text = watch.warning(said[6], 7)
     for words in (
-        "The experts of layer 3 have collapsed",
+        "The experts in layer 3 have collapsed",
         "in steps 4 to 7",
         "train.optimizer=muon",
         "model.embedding_std=1",

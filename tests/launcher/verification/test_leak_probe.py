@@ -137,10 +137,10 @@ def leak(change: Callable[[Stream], Stream], changed: dict[str, Any], said: str)
 @pytest.mark.parametrize(
     ("change", "changed", "said"),
     [
-        pytest.param(one_document, {}, "see each other", id="mask"),
-        pytest.param(one_document, {"model.layers": "linear"}, "see each other", id="state"),
-        pytest.param(one_document, {"model.layers": "gated_delta"}, "see each other", id="convolution"),
-        pytest.param(positions_go_on, {"model.position": "learned"}, "positions go on", id="position"),
+        pytest.param(one_document, {}, "leak into each other", id="mask"),
+        pytest.param(one_document, {"model.layers": "linear"}, "leak into each other", id="state"),
+        pytest.param(one_document, {"model.layers": "gated_delta"}, "leak into each other", id="convolution"),
+        pytest.param(positions_go_on, {"model.position": "learned"}, "positions continue", id="position"),
     ],
 )
 def test_a_planted_leak_is_seen(change, changed, said):

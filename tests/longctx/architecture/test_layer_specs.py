@@ -53,5 +53,5 @@ def test_a_layer_has_its_ffn_and_its_rope():
 def test_a_core_that_no_mixer_has_is_refused():
     decoder = Decoder(ModelConfig())
     known = r"\['cross', 'gated_delta', 'linear', 'softmax'\]"
-    with pytest.raises(ConfigError, match=rf"no mixer has the core \['softmaks'\]; known: {known}"):
+    with pytest.raises(ConfigError, match=rf"mixer cores \['softmaks'\] are unknown. Try one of {known}"):
         Decoder(ModelConfig(), {"softmaks": decoder.cores["softmax"]}, seed=None)

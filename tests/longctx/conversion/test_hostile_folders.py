@@ -44,13 +44,13 @@ def edited(path: Path, **values: Any) -> None:
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "10^6 layers": ({"num_hidden_layers": 10**6}, "must lie between 1 and 4,096"),
-    "10^18 layers": ({"num_hidden_layers": 10**18}, "is no size of a model"),
-    "4,000 layers": ({"num_hidden_layers": 4000}, "4,000 layers, and only"),
-    "no layers": ({"num_hidden_layers": 0}, "must lie between 1 and"),
+    "10^6 layers": ({"num_hidden_layers": 10**6}, "must be between 1 and 4,096"),
+    "10^18 layers": ({"num_hidden_layers": 10**18}, "is out of range"),
+    "4,000 layers": ({"num_hidden_layers": 4000}, "4,000 layers, but only"),
+    "no layers": ({"num_hidden_layers": 0}, "must be between 1 and"),
     "true layers": ({"num_hidden_layers": True}, "must be of type int"),
-    "a width without end": ({"hidden_size": 10**18, "head_dim": 8}, "must be at most|no size of a model"),
-    "a wide model": ({"hidden_size": 2**20, "head_dim": 8}, "parameters, and its tensors only"),
+    "a width without end": ({"hidden_size": 10**18, "head_dim": 8}, "must be at most|is out of range"),
+    "a wide model": ({"hidden_size": 2**20, "head_dim": 8}, "parameters, but its tensors only"),
     "an epsilon that is text": ({"rms_norm_eps": "small"}, "must be of type float"),
     "a model of nobody": ({"model_type": "x" * 10_000}, "is not supported"),
     "a model that is a list": ({"model_type": ["qwen2"]}, "is not supported"),
@@ -64,7 +64,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "kinds of layers without end": ({"layer_types": ["full_attention"] * 100_000}, "is not supported"),
     "kinds of layers that are tables": ({"layer_types": [{}, {}]}, "is not supported"),
-    "an end of 10^30": ({"eos_token_id": 10**30}, "eos_token_id=.* is no whole number"),
+    "an end of 10^30": ({"eos_token_id": 10**30}, "eos_token_id=.* is not an integer"),
     "ends without end": ({"eos_token_id": list(range(5000))}, "has 5000 entries"),
 }
 
@@ -120,13 +120,13 @@ INDICES: dict[str, tuple[Any, str]] = {
     "no map": ({}, "has no weight_map"),
     "a map that is a list": ([], "has no weight_map"),
     "files that are numbers": ({"a": 1}, "has no weight_map"),
-    "files elsewhere": ({"a": "../x.safetensors"}, "no .safetensors file of its own folder"),
-    "files of a folder in it": ({"a": "a/b.safetensors"}, "no .safetensors file of its own folder"),
-    "files by another separator": ({"a": "a\\b.safetensors"}, "no .safetensors file of its own folder"),
-    "a pickle": ({"a": "pytorch_model.bin"}, "no .safetensors file of its own folder"),
-    "the index itself": ({"a": INDEX}, "no .safetensors file of its own folder"),
-    "a NUL": ({"a": "x\0.safetensors"}, "no .safetensors file of its own folder"),
-    "a name without end": ({"a": "x" * 5000 + ".safetensors"}, "no .safetensors file of its own folder"),
+    "files elsewhere": ({"a": "../x.safetensors"}, "not a .safetensors file in its folder"),
+    "files of a folder in it": ({"a": "a/b.safetensors"}, "not a .safetensors file in its folder"),
+    "files by another separator": ({"a": "a\\b.safetensors"}, "not a .safetensors file in its folder"),
+    "a pickle": ({"a": "pytorch_model.bin"}, "not a .safetensors file in its folder"),
+    "the index itself": ({"a": INDEX}, "not a .safetensors file in its folder"),
+    "a NUL": ({"a": "x\0.safetensors"}, "not a .safetensors file in its folder"),
+    "a name without end": ({"a": "x" * 5000 + ".safetensors"}, "not a .safetensors file in its folder"),
     "tensors without end": ({"t" * 100 + str(n): "x.safetensors" for n in range(100_000)}, "missing"),
 }
 
@@ -150,7 +150,7 @@ def test_a_header_of_a_hundred_megabytes_of_nothing(folder: Path, tmp_path: Path
     header = b'{"a": [' + b"[]," * 30_000_000 + b"[]]}"
     (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
     for action in import_in_every_way(folder, tmp_path / "out"):
-        assert "values, and such a file has at most" in refusal(action)
+        assert "values; the limit is" in refusal(action)
 
 
 def test_torch_is_not_asked_for_what_a_config_names(folder: Path):

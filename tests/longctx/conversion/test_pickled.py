@@ -64,7 +64,7 @@ def test_shards_and_their_index(folder):
     assert all(torch.equal(load_hf(folder)[1][key], value) for key, value in weights().items())
     for wrong in ("../x.bin", "/x.bin", "x.safetensors"):
         path.write_text(json.dumps({"weight_map": index | {names[0]: wrong}}))
-        with pytest.raises(CheckpointError, match=r"index\.json names .*no \.bin file of its own folder"):
+        with pytest.raises(CheckpointError, match=r"index\.json lists .*not a \.bin file in its folder"):
             load_hf(folder)
     path.write_text(json.dumps({"weight_map": index | {names[0]: index[names[1]]}}))
     with pytest.raises(CheckpointError, match="disagree"):
@@ -114,8 +114,8 @@ def test_a_pickle_that_runs_a_command_is_refused_and_does_not_run_it(folder, tmp
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ([torch.zeros(3)], "holds a list"),
-        ({3: torch.zeros(3)}, "names a tensor 3"),
+        ([torch.zeros(3)], "contains a list"),
+        ({3: torch.zeros(3)}, "has the tensor name 3"),
         ({"a": "text"}, "a in .* is a str"),
         ({"state_dict": {"a": torch.zeros(3)}}, "state_dict in .* is a dict"),
         ({"a": torch.eye(3).to_sparse()}, "supported: dense"),

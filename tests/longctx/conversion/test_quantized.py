@@ -172,10 +172,10 @@ def test_mxfp4_is_what_transformers_unpacks(models, tmp_path):
     [
         ({"quant_method": "gptq", "bits": 4}, "quant_method='gptq'"),
         ({"bits": 4}, "quant_method=None"),
-        (compressed("channel", num_bits=4, type="int"), "float of 8 bits"),
-        (compressed("token"), "float of 8 bits"),
+        (compressed("channel", num_bits=4, type="int"), "8-bit float"),
+        (compressed("token"), "8-bit float"),
         ({**FP8, "weight_block_size": [128]}, "weight_block_size"),
-        ("fp8", "is no object"),
+        ("fp8", "is not an object"),
     ],
 )
 def test_other_schemes_are_refused_by_name(scheme, said, models, tmp_path):
@@ -188,7 +188,7 @@ def test_other_schemes_are_refused_by_name(scheme, said, models, tmp_path):
     ("change", "said"),
     [
         (lambda t, key: t.pop(key + "_scale_inv"), "without their scales.*q_proj"),
-        (lambda t, key: t.update({key + "_scale_inv": torch.ones(3, 3)}), r"other shapes.*\(3, 3\)"),
+        (lambda t, key: t.update({key + "_scale_inv": torch.ones(3, 3)}), r"shapes do not match.*\(3, 3\)"),
         (lambda t, key: t.update({"model.norm.weight_scale_inv": torch.ones(1)}), "without a float8 weight.*norm"),
     ],
     ids=["missing", "shape", "alone"],
@@ -208,5 +208,5 @@ def test_blocks_without_scales_are_named(models, tmp_path):
     folder = models("gpt_oss")
     stored = hf_models.on_disk(folder)
     stored["model.layers.0.mlp.experts.down_proj_blocks"] = torch.zeros(6, 32, 1, 16, dtype=torch.uint8)
-    with pytest.raises(CheckpointError, match=r"down_proj_blocks has no .*down_proj_scales"):
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks lacks .*down_proj_scales"):
         HfReader(write(folder, tmp_path / "packed", stored, MXFP4))

@@ -113,7 +113,7 @@ def test_tensors_may_come_in_any_order_and_dtype():
     assert {t.dtype for t in forward.values()} == {torch.bfloat16}
     torch.testing.assert_close(backward, forward, rtol=0, atol=0)
     lacking = [(n, t) for n, t in tensors if n != "model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(CheckpointError, match=r"lacks the other half .*layers\.1"):
+    with pytest.raises(CheckpointError, match=r"lacks the matching .*layers\.1"):
         list(upcycle_tensors(lacking, config, upcycling))
 
 
@@ -136,8 +136,8 @@ def test_the_command_lines_spelling(text, wanted):
     ("text", "said"),
     [
         ("", "EXPERTS"), ("a", "EXPERTS"), ("1,2,3,4", "EXPERTS"), ("8,2,0", "granularity=0 must be at least 1"),
-        ("9,2,2", "Try 8 or 10"), ("0", "0 experts"), ("8,3,2", "3 experts a token .* Try 2 or 4"),
-        ("8,-1", "-1 experts a token"), ("8,1", "router would learn nothing .* Try 2"),
+        ("9,2,2", "Try 8 or 10"), ("0", "0 experts"), ("8,3,2", "3 experts per token .* Try 2 or 4"),
+        ("8,-1", "-1 experts per token"), ("8,1", "would not train the router.* Try 2"),
     ],
 )  # fmt: skip
 def test_what_is_no_upcycling_is_refused(text, said):

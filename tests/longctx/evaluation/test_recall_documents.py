@@ -77,7 +77,7 @@ GOLDEN = "1ab5361c571da398"
     [
         ({"words": (9, 3)}, "words=9 3"),
         ({"words": (-1, 3)}, "words=-1 3"),
-        ({"mentions": (0, 1)}, "mentions=0 1: give the fewest, at least 1"),
+        ({"mentions": (0, 1)}, "mentions=0 1: expected a minimum"),
         ({"kind": "name"}, "kind='name' is unknown"),
         ({"words": (0, 5), "pairs": (0, 2)}, "may both be 0"),
         ({"pairs": (1, 2000)}, "at most 1000 pairs"),

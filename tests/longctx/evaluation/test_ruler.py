@@ -125,17 +125,17 @@ def test_a_tokenizer_whose_pieces_are_too_small_for_the_worked_example_is_refuse
 
 def test_another_version_of_the_words_is_refused(setting: Setting, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(word_lists, "version", lambda name: "2.2.0")
-    with pytest.raises(ConfigError, match=r"wonderwords 3\.0\.1; installed is 2\.2\.0"):
+    with pytest.raises(ConfigError, match=r"wonderwords 3\.0\.1; installed: 2\.2\.0"):
         word_lists.read_words("nounlist.txt")
 
 
 def test_common_words_beyond_the_package_ask_for_nvidias_file(setting: Setting, tmp_path: Path):
     task = TASKS["ruler_cwe"]
-    with pytest.raises(ConfigError, match=r"length=131072 draws .* different words, and wonderwords has 8,166\. Give"):
+    with pytest.raises(ConfigError, match=r"length=131072 needs .* distinct words, and wonderwords has 8,166\. Give"):
         next(task.samples(setting, 131_072, 1))
     path = tmp_path / "english_words.json"
     path.write_text("{}")
-    with pytest.raises(DataError, match="holds fewer than"):
+    with pytest.raises(DataError, match="contains fewer than"):
         next(task.samples(replace(setting, ruler=RulerFiles(english_words=path)), 131_072, 1))
 
 

@@ -157,10 +157,10 @@ def test_weights_may_have_their_old_names_and_copies(tmp_path):
         ({"model_type": "bert", "is_causal": True}, "is_causal=True"),
         ({"model_type": "bert", "position_embedding_type": "relative_key"}, "position_embedding_type"),
         ({"model_type": "bert", "hidden_act": "silu"}, "hidden_act='silu'"),
-        ({"model_type": "bert", "num_attention_heads": 5}, "no multiple of num_attention_heads=5"),
+        ({"model_type": "bert", "num_attention_heads": 5}, "not a multiple of num_attention_heads=5"),
         ({"model_type": "bert", "tie_word_embeddings": False}, "tie_word_embeddings=False"),
         ({"model_type": "roberta", "architectures": None, "hidden_act": "relu"}, "hidden_act='relu'"),
-        ({"model_type": "roberta", "pad_token_id": 40}, "leaves no row behind"),
+        ({"model_type": "roberta", "pad_token_id": 40}, "leaves no row after"),
     ],
 )
 def test_what_this_model_cannot_be_is_refused(values, said):
@@ -197,7 +197,7 @@ def test_a_tokenizer_whose_padding_is_another_one_is_not_exported_with_roberta(t
     tokenizer = byte_level_tokenizer(tmp_path)
     offset = tokenizer.padding + 2
     config = dataclasses.replace(PRESETS["roberta-base"], **SMALL, vocab_size=300, position_offset=offset)
-    with pytest.raises(ConfigError, match=rf"counts the positions of a text without id {offset - 1} "):
+    with pytest.raises(ConfigError, match=rf"skips id {offset - 1} "):
         save_hf(config, Decoder(config).state_dict(), tmp_path / "out", tokenizer=tokenizer)
     fitting = dataclasses.replace(config, position_offset=tokenizer.padding + 1)
     save_hf(fitting, Decoder(fitting).state_dict(), tmp_path / "out", tokenizer=tokenizer)

@@ -116,5 +116,5 @@ def test_a_copy_that_differs_is_refused(tmp_path):
 
 def test_a_folder_without_them_is_refused(tmp_path):
     hf_models.save(hf_models.build(CASES["llama"]), tmp_path / "hf")
-    with pytest.raises(ConfigError, match="no blocks for multi-token prediction"):
+    with pytest.raises(ConfigError, match="no multi-token prediction blocks"):
         load_hf(tmp_path / "hf", mtp=True)

@@ -78,7 +78,11 @@ def test_a_shared_context_is_read_once(monkeypatch):
 
 def test_nothing_to_score_is_refused():
     decoder = build("grouped")
-    for pair, said in ((Pair([], [1]), "both need one"), (Pair([1], []), "both need one"), (Pair([1], [61]), "id 61")):
+    for pair, said in (
+        (Pair([], [1]), "each needs one"),
+        (Pair([1], []), "each needs one"),
+        (Pair([1], [61]), "id 61"),
+    ):
         with pytest.raises(ConfigError, match=said):
             score_packed(decoder, [pair])
         with pytest.raises(ConfigError, match=said):

@@ -108,9 +108,9 @@ def test_ranks_write_what_one_process_does():
 
 def test_what_is_refused():
     model = model_of("rope")
-    with pytest.raises(ConfigError, match="there is no source"):
+    with pytest.raises(ConfigError, match="got no source"):
         generate(model, START, NEW)
-    with pytest.raises(ConfigError, match=r"there is a source, and model\.encoder_layers=0"):
+    with pytest.raises(ConfigError, match=r"got a source with model\.encoder_layers=0"):
         generate(Decoder(dense_config()), START, NEW, source_ids=[3])
     with pytest.raises(ConfigError, match="the source is empty"):
         generate(model, START, NEW, source_ids=[])

@@ -122,8 +122,8 @@ def test_shapes_that_do_not_fit_are_named():
     options = GatedDeltaOptions(segments=StateSegments((0, 8)))
     with pytest.raises(ConfigError, match="conv has shape"):
         gated_delta(tokens, weights._replace(conv_KCR=weights.conv_KCR[:, 1:]), options)
-    with pytest.raises(ConfigError, match="8 tokens are not the 9"):
+    with pytest.raises(ConfigError, match="got 8 tokens; the segments have 9"):
         gated_delta(tokens, weights, GatedDeltaOptions(segments=StateSegments((0, 9))))
     wide = make(8, X=5)
-    with pytest.raises(ConfigError, match="needs 1, or 6"):
+    with pytest.raises(ConfigError, match="expected 1, or 6"):
         gated_delta(*wide, options)

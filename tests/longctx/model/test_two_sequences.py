@@ -195,11 +195,14 @@ def test_whatever_is_kept_and_however_much_at_a_time(name, ways, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"causal": False}, "model.causal=False goes with no encoder"),
-        ({"num_experts": 4}, "model.num_experts=4 goes with no encoder"),
-        ({"shared_layers": True}, "model.shared_layers=True goes with no encoder"),
-        ({"kv_lora_rank": 8, "rope_head_dim": 4, "num_kv_heads": 4}, "model.kv_lora_rank=8 goes with no encoder"),
-        ({"norm_order": "sandwich"}, "model.norm_order='sandwich' goes with no encoder"),
+        ({"causal": False}, "model.causal=False is not supported with an encoder"),
+        ({"num_experts": 4}, "model.num_experts=4 is not supported with an encoder"),
+        ({"shared_layers": True}, "model.shared_layers=True is not supported with an encoder"),
+        (
+            {"kv_lora_rank": 8, "rope_head_dim": 4, "num_kv_heads": 4},
+            "model.kv_lora_rank=8 is not supported with an encoder",
+        ),
+        ({"norm_order": "sandwich"}, "model.norm_order='sandwich' is not supported with an encoder"),
         ({"encoder_layers": 1, "layers": ("full", "linear")}, "the encoder has model.encoder_layers=1"),
         ({"position": "t5", "relative_buckets": 3}, "model.relative_buckets=3 must be an even number"),
         ({"encoder_layers": -1}, "must not be negative"),

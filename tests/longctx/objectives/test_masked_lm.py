@@ -87,7 +87,7 @@ def test_a_hidden_token_is_told_from_both_sides():
 
 def test_each_objective_takes_its_own_data():
     stream = masked_stream()
-    with pytest.raises(ConfigError, match=r"masked tokens are for train\.objective=masked"):
+    with pytest.raises(ConfigError, match=r"masked tokens require train\.objective=masked"):
         CausalLM(Decoder(CONFIG)).prepare(stream)
-    with pytest.raises(ConfigError, match="were read without a MaskRule"):
+    with pytest.raises(ConfigError, match="was read without a MaskRule"):
         MaskedLM(Decoder(CONFIG)).prepare(replace(stream, masked=None))

@@ -93,7 +93,7 @@ def test_an_id_beyond_the_vocabulary_is_refused(family: Family, tmp_path: Path):
     folder = copy(family, "gpt2", tmp_path)
     (folder / "tokenizer_config.json").unlink()
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 50256}))
-    with pytest.raises(DataError, match="name id 50256"):
+    with pytest.raises(DataError, match="set id 50256"):
         load_tokenizer(folder)
 
 
@@ -107,7 +107,7 @@ def test_an_id_beyond_the_vocabulary_is_refused(family: Family, tmp_path: Path):
         ("tokenizer.model", b"no model", "not a SentencePiece model"),
         ("tekken.json", b"{}", "tekken.json"),
         ("vocab.json", b"{}", "save_pretrained"),
-        ("readme.md", b"", "holds no tokenizer"),
+        ("readme.md", b"", "contains no tokenizer"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path, file: str, content: bytes, said: str):
@@ -138,7 +138,7 @@ def test_a_file_of_a_folder_that_links_elsewhere_is_refused(family: Family, tmp_
     if name != "tokenizer.json":
         named.append(folder / "tokenizer.json")
     for path in named:
-        with pytest.raises(DataError, match=f"{name} leads out of its folder"):
+        with pytest.raises(DataError, match=f"{name} links outside of its folder"):
             load_tokenizer(path)
 
 

@@ -62,7 +62,7 @@ def test_a_class_that_begins_no_text_is_followed(tmp_path: Path, named: str):
     ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
     assert ours.encode_prompt("def") == theirs("def")["input_ids"]
     (said,) = frame_warnings(ours)
-    assert f"tokenizer_class={named.removesuffix('Fast')} puts nothing before a text, the post-processor" in said
+    assert f"tokenizer_class={named.removesuffix('Fast')} adds no begin token, but tokenizer.json's" in said
 
 
 @pytest.mark.parametrize("lists_added_tokens", [False, True])
@@ -92,7 +92,7 @@ def test_a_model_file_alone_begins_as_its_settings_say(
     assert agree == (not list(frame_warnings(ours)))
     if not agree:
         (said,) = frame_warnings(ours)
-        assert '"add_bos_token": false there leaves it out' in said
+        assert '"add_bos_token": false there to omit it' in said
         (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
         assert load_tokenizer(folder).document_begin is None
 
@@ -102,11 +102,11 @@ def test_tokens_beyond_the_model_s_rows_are_named_once(tmp_path: Path):
     assert missing_rows_warning(load_tokenizer(write_tokenizer(tmp_path, content)), SIZE + 1) is None
     said = missing_rows_warning(load_tokenizer(tmp_path), SIZE)
     assert said is not None
-    assert f"No text becomes one of the others: <image> ({SIZE})" in said
+    assert f"No text is encoded to the missing ids: <image> ({SIZE})" in said
     write_tokenizer(tmp_path, tokenizer_json(("<image>", SIZE, True), ("<tool>", SIZE + 1, False)))
     said = missing_rows_warning(load_tokenizer(tmp_path), SIZE)
     assert said is not None
-    assert f"is refused: <tool> ({SIZE + 1})." in said
+    assert f"are rejected: <tool> ({SIZE + 1})." in said
     write_tokenizer(tmp_path, content, eos_token="<image>")
     said = missing_rows_warning(load_tokenizer(tmp_path), SIZE)
     assert said is not None

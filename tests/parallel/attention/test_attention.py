@@ -247,19 +247,19 @@ def test_what_a_rank_cannot_take_is_said_on_every_rank():
             context_parallel_attention(*at, **{"schedule": Schedule.build(layout), "mesh": mesh} | options)
 
     short = (q[:, :6], k, v) if mesh.rank else (q, k, v)  # one rank alone is wrong
-    refused("context rank 1: rank 1 was given 6 queries", at=short)
+    refused("context rank 1: rank 1 received 6 queries", at=short)
     refused("values.*one dtype", at=(q, k, v.float()))
     refused("one logit for each of 4 query heads", sinks_H=torch.zeros(3))
-    refused("given different attention", ClusterError, schedule=Schedule.build(layout, [0, 3 + mesh.rank, 16]))
-    refused("given different attention", ClusterError, schedule=Schedule.build(layout, causal=mesh.rank == 0))
+    refused("different attention calls", ClusterError, schedule=Schedule.build(layout, [0, 3 + mesh.rank, 16]))
+    refused("different attention calls", ClusterError, schedule=Schedule.build(layout, causal=mesh.rank == 0))
     refused("gradients as torch.bfloat16", ClusterError, communication_dtype=torch.bfloat16 if mesh.rank else None)
     refused("transport='smoke' is unknown", transport="smoke")
     refused("is unknown. Try one of", kernel="fast")
-    refused("given twice", scale=1.0, scores=Case().build_scores(None))
+    refused("are both given", scale=1.0, scores=Case().build_scores(None))
     refused("the mesh has context 2", schedule=Schedule.build(SequenceLayout.build("contiguous", 16, 4)))
-    refused("two_level needs nodes", transport="two_level", mesh=replace(mesh, ranks_per_node=3, rank=mesh.rank + 2))
+    refused("two_level needs a ring", transport="two_level", mesh=replace(mesh, ranks_per_node=3, rank=mesh.rank + 2))
     case = Case(heads=1, kv_heads=1, ulysses=2)
-    with pytest.raises(ConfigError, match="ulysses=2 is more than the 1 query heads"):
+    with pytest.raises(ConfigError, match="ulysses=2 exceeds the 1 query heads"):
         spread(case, build_mesh(case))
 
 
@@ -280,6 +280,6 @@ def check_dead_peer(transport):
     planned_attention(q, k, v, plan)
     if mesh.rank == 2:
         raise SystemExit("gone")
-    with pytest.raises(ClusterError, match=r"rank \d (exchanging|gathering)[\s\S]*died or did not answer"):
+    with pytest.raises(ClusterError, match=r"rank \d (exchanging|gathering)[\s\S]*died or did not respond"):
         planned_attention(q, k, v, plan)
     raise RuntimeError("told of the dead rank")

@@ -74,8 +74,8 @@ def test_ranks_that_plan_otherwise_are_all_refused_alike():
         return messages[0]
 
     linear = replace(full, layers=("linear",))
-    assert "given different attention" in refusal(ClusterError, seed=3 + odd)
-    assert "given different attention" in refusal(ClusterError, seed=3 + odd, config=linear)
+    assert "different attention calls" in refusal(ClusterError, seed=3 + odd)
+    assert "different attention calls" in refusal(ClusterError, seed=3 + odd, config=linear)
     assert "transport all_gather" in refusal(ClusterError, transport="all_gather" if odd else "p2p")
     # A rank that lacks a library chooses another kernel by itself; the message says which rank has which.
     resolve_kernel.cache_clear()
@@ -87,13 +87,13 @@ def test_ranks_that_plan_otherwise_are_all_refused_alike():
         "blockwise",
         "cpu_flash",
     ]
-    assert "name a kernel that all of them have" in said
-    assert "given different attention" in refusal(ClusterError, config=replace(full, num_heads=2) if odd else full)
+    assert "set a kernel that all nodes have" in said
+    assert "different attention calls" in refusal(ClusterError, config=replace(full, num_heads=2) if odd else full)
     # One rank alone cannot do it: the others hear why instead of waiting.
     assert "context rank 1: parallel.kernel='fast' is unknown" in refusal(ConfigError, kernel="fast" if odd else "auto")
     lies = SequenceLayout.build("contiguous", 96, 6)
-    assert "context rank 0: the schedule is for 6 ranks" in refusal(ConfigError, placement=lies)
-    assert "context rank 0: the schedule is for 6 ranks" in refusal(ConfigError, placement=lies, config=linear)
+    assert "context rank 0: the schedule has context 6" in refusal(ConfigError, placement=lies)
+    assert "context rank 0: the schedule has context 6" in refusal(ConfigError, placement=lies, config=linear)
 
 
 @on_ranks(4)

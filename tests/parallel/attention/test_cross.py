@@ -165,12 +165,12 @@ def test_sides_that_do_not_fit_are_refused():
         Schedule.build(own, [0, 48], False, key_layout=theirs, key_documents=two)
     with pytest.raises(ConfigError, match="layout has 96 tokens, their documents 90"):
         Schedule.build(own, [0, 48], False, key_layout=theirs, key_documents=PackedDocuments.of([0, 90]))
-    with pytest.raises(ConfigError, match="cross attention sees all"):
+    with pytest.raises(ConfigError, match="cross attention sees complete"):
         Schedule.build(own, [0, 48], True, key_layout=theirs, key_documents=PackedDocuments.of([0, 96]))
     other = SequenceLayout.build("contiguous", 96, 4)
-    with pytest.raises(ConfigError, match="over 4 ranks"):
+    with pytest.raises(ConfigError, match="context 4 and ulysses 1"):
         Schedule.build(own, [0, 48], False, key_layout=other, key_documents=PackedDocuments.of([0, 96]))
-    with pytest.raises(ConfigError, match="1 documents of queries and 2 of keys"):
+    with pytest.raises(ConfigError, match="1 query documents and 2 key documents"):
         AttentionMask((0, 48), causal=False, key_documents=two)
-    with pytest.raises(ConfigError, match="cross attention sees all"):
+    with pytest.raises(ConfigError, match="cross attention sees complete"):
         AttentionMask((0, 48), key_documents=PackedDocuments.of([0, 96]))

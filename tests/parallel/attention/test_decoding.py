@@ -249,11 +249,11 @@ def bytes_sent(action) -> int:
 @on_ranks(2)
 def test_refusals():
     decoder = parallel_decoder("all kinds")
-    with pytest.raises(ConfigError, match=r"Take Decoder.new_cache\(\)"):
+    with pytest.raises(ConfigError, match=r"Use Decoder.new_cache\(\)"):
         prefill(decoder, ids_of(5), KVCache())
     with pytest.raises(ConfigError, match="no backward"):
         decoder(torch.tensor([[1, 2]]), torch.arange(2)[None], cache=decoder.new_cache())
     cache = decoder.new_cache()
     tokens = torch.tensor([[1] * (2 + dist.get_rank())])
-    with pytest.raises(ClusterError, match="given different attention"), torch.no_grad():
+    with pytest.raises(ClusterError, match="different attention calls"), torch.no_grad():
         decoder(tokens, torch.arange(tokens.shape[1])[None], cache=cache)

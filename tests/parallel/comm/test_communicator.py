@@ -127,7 +127,7 @@ CALLS: dict[str, Callable[[Communicator], object]] = {
 }
 
 
-SAID = r"^rank 0 gathering things( among ranks 0, 1)? \(forward\): .*\n.*died or did not answer"
+SAID = r"^rank 0 gathering things( among ranks 0, 1)? \(forward\): .*\n.*died or did not respond"
 
 
 @pytest.mark.parametrize("name", CALLS)

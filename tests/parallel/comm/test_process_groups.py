@@ -194,5 +194,5 @@ def test_whoever_listens_and_never_answers_is_no_rank_0(monkeypatch: pytest.Monk
         stranger.listen()
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(stranger.getsockname()[1]))
-        with pytest.raises(OSError, match=r"gives no answer within 0 s, so it is no rank 0"):
+        with pytest.raises(OSError, match=r"did not respond within 0 s, so it is not rank 0"):
             rendezvous_store(1, 2, timedelta(seconds=0.3))

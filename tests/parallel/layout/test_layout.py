@@ -87,5 +87,5 @@ def test_what_cannot_be_split_is_refused(arguments, said):
 
 
 def test_a_tensor_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="flatten the rows"):
+    with pytest.raises(ValueError, match="flatten the batch rows"):
         SequenceLayout.build("zigzag", 12, 3).split(torch.zeros(2, 6), 0, 1)

@@ -22,13 +22,13 @@ USUAL = {"num_tokens": TOKENS, "degree": 8, "ulysses": 1, "packed": True, "reach
         ({}, "balanced", "packed documents"),
         ({"packed": False}, "zigzag", "one document"),
         ({"degree": 2}, "balanced", "2 ring ranks"),
-        ({"degree": 1}, "zigzag", "all layouts are the same"),
-        ({"ulysses": 8}, "zigzag", "all layouts are the same"),
+        ({"degree": 1}, "zigzag", "all layouts are equal"),
+        ({"ulysses": 8}, "zigzag", "all layouts are equal"),
         ({"ulysses": 4}, "balanced", "2 ring ranks"),
         ({"ulysses": 4, "packed": False}, "zigzag", "2 ring ranks"),
         ({"packed": False, "num_tokens": 8 * 4097}, "balanced", "the 16 equal parts of zigzag"),
         # Windows: small beside a shard of 8,192 tokens, and not.
-        ({"reaches": (1024,)}, "contiguous", "a window of 1024 is small beside a rank's 8192 tokens"),
+        ({"reaches": (1024,)}, "contiguous", "window 1024 is small relative to 8192 tokens per rank"),
         ({"reaches": (1024,), "packed": False}, "contiguous", "neighbours"),
         ({"reaches": (1025,)}, "balanced", "packed"),
         ({"reaches": (4096,), "packed": False}, "contiguous", "neighbours"),
@@ -36,12 +36,12 @@ USUAL = {"num_tokens": TOKENS, "degree": 8, "ulysses": 1, "packed": True, "reach
         ({"reaches": (128, None)}, "balanced", "packed"),
         ({"reaches": (None, 0), "packed": False}, "zigzag", "one document"),
         # Linear layers.
-        ({"reaches": (0,)}, "contiguous", "layers with a state"),
+        ({"reaches": (0,)}, "contiguous", "stateful layers"),
         ({"reaches": (0, 128)}, "contiguous", "window"),
         ({"reaches": (0, None)}, "balanced", "packed"),
         # Both sides.
         ({"causal": False}, "balanced", "packed"),
-        ({"causal": False, "packed": False}, "contiguous", "every token of one document sees all of it"),
+        ({"causal": False, "packed": False}, "contiguous", "bidirectional attention over one document"),
         ({"causal": False, "packed": False, "side_by_side": True}, "balanced", "a short row"),
     ],
 )

@@ -168,10 +168,10 @@ def test_the_roll_call_says_who_came_from_where_and_who_did_not():
     roll = Roll(4, "1")
     assert roll.add(arrival(0)) == roll.add(arrival(2, host="b")) == ""
     assert "two processes are rank 2" in roll.add(arrival(2))
-    assert "rank 7 on a came to a run of 4 ranks" in roll.add(arrival(7))
+    assert "rank 7 on a joined a run with 4 ranks" in roll.add(arrival(7))
     assert not roll.is_complete
     text = roll.missing(45.0, "a:29500")
-    assert "ranks 1, 3 of 4 did not come to a:29500 within 45 s" in text
+    assert "ranks 1, 3 of 4 did not join at a:29500 within 45 s" in text
     assert "rank 0 from a\n  rank 2 from b" in text
     assert roll.code_mismatch() == ""
     assert roll.add(arrival(1, version="2", host="c")) == roll.add(arrival(3)) == ""
@@ -218,9 +218,9 @@ def test_a_stopped_rank_and_one_that_never_comes_end_all(tmp_path):
             "absent": Ranks(tmp_path / "absent", ["block()", None], {"MEET": "2"}),
         }
     )
-    assert "because of rank 1: not heard of for" in said["stopped"][0]
+    assert "because of rank 1: no heartbeat for" in said["stopped"][0]
     assert f"on {socket.gethostname()}): its process is stopped" in said["stopped"][0]
-    assert "rank 1 of 2 did not come" in said["absent"][0]
+    assert "rank 1 of 2 did not join" in said["absent"][0]
 
 
 @pytest.mark.slow
@@ -232,5 +232,5 @@ def test_two_processes_that_are_one_rank(tmp_path):
     second = Ranks(tmp_path, [None, "pass"])
     ended = second.wait()
     assert ended.codes == [1]
-    assert "have all come; another run uses this port" in ended.said[0]
+    assert "already has all its ranks; another run uses this port" in ended.said[0]
     assert ranks.wait().codes == [0, 0]

@@ -163,8 +163,8 @@ LAUNCH = "python -u -m deepspeed.launcher.launch"
     ("chain", "what"),
     [
         ([("deepspeed", "python /bin/deepspeed --num_gpus 2 x.py"), ("bash", "-bash")], "deepspeed's runner"),
-        ([("sh", f"sh -c {LAUNCH}"), ("sshd-session", "sshd-session: me@notty")], "the ssh connection"),
-        ([("sshd", "sshd: me@notty")], "the ssh connection"),
+        ([("sh", f"sh -c {LAUNCH}"), ("sshd-session", "sshd-session: me@notty")], "the deepspeed launcher"),
+        ([("sshd", "sshd: me@notty")], "the deepspeed launcher"),
         # Somebody has typed it: his connection may end.
         ([("bash", "-bash"), ("sshd", "sshd: me@pts/0")], None),
         ([("bash", "bash -c nohup-me"), ("sshd", "sshd: me@notty")], None),

@@ -42,7 +42,7 @@ def acts_of(rank: int, act: str, others: str = OTHERS_BLOCK) -> list[str]:
 
 ERRORS = {
     "MemoryError": ("raise MemoryError('too much')", 1, "MemoryError: too much"),
-    "TypeError": ("raise TypeError('a bug')", 1, "this is a fault of longctx"),
+    "TypeError": ("raise TypeError('a bug')", 1, "this is a bug in longctx"),
     "full": ("raise OSError(28, 'No space left on device')", 1, "could not write"),
     "DataError": ("raise DataError('a damaged shard')", 1, "DataError: a damaged shard"),
     "ConfigError": ("raise ConfigError('x=1')", 2, "ConfigError: x=1"),
@@ -61,7 +61,7 @@ def check_error(ended: Ended, rank: int, code: int, words: str) -> None:
     if words:
         assert text.count(words) == 1, ended
         assert text.count("Error") <= 3, ended
-    assert text.count("Traceback") == int("fault of longctx" in text), ended
+    assert text.count("Traceback") == int("this is a bug in longctx" in text), ended
     assert len(text.splitlines()) < 25, ended
 
 
@@ -340,7 +340,7 @@ def test_a_hub_that_fails_ends_the_run_by_its_own_name(monkeypatch):
         heard_until(first, b'"kind": "met"')
         monkeypatch.setattr(Overseer, "check", look)
         for line in (first, second):
-            heard_until(line, b"the hub of the run's watch failed: OverflowError('a bug')")
+            heard_until(line, b"the watch coordinator failed: OverflowError('a bug')")
 
 
 def test_the_store_never_has_the_key_and_the_file_goes(tmp_path):
@@ -406,5 +406,5 @@ def test_a_long_message_loses_its_middle():
     assert len(text) < 20_000
     assert text.startswith("aaa")
     assert text.endswith("bbb")
-    with pytest.raises(ValueError, match="without end"):
+    with pytest.raises(ValueError, match="unterminated"):
         MessageStream().add(b"x" * 200_000)

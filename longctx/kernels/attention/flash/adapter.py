@@ -64,9 +64,9 @@ class FlashKernel(VarlenKernel):
             return library.never_repeats
         if request.deterministic and not self.deterministic:
             if library.has_deterministic:
-                return f"the backward does not repeat to the bit; that of {self.name}_deterministic does"
+                return f"the backward is not bitwise reproducible; with {self.name}_deterministic it is"
             if not _is_process_deterministic():
-                return "the backward repeats to the bit only after torch.use_deterministic_algorithms(True)"
+                return "the backward is bitwise reproducible only after torch.use_deterministic_algorithms(True)"
         if why := self.device_unsupported_reason(request, library.generations):
             return why
         capability = self.device_capability()

@@ -57,7 +57,7 @@ class CudnnKernel(VarlenKernel):
         if request.window:
             return "no window"
         if request.deterministic:
-            return "the backward does not repeat to the bit"
+            return "the backward is not bitwise reproducible"
         return self._missing() or self.device_unsupported_reason(request, (8, None))
 
     def calls(self, slices: Tensor, q_BtHD: Tensor, scores: ScoreRules) -> tuple[VarlenCall, ...]:
@@ -153,7 +153,7 @@ def squares_and_rectangles(slices: Tensor) -> ndarray:
     # rows), then a triangle within a square, and below it another rectangle: rows that see all the triangle's keys.
     work = trimmed(slices)
     if (work[:, HI] < _FAR).any():
-        raise ConfigError("parallel.kernel=cudnn has no window. Try parallel.kernel=auto.")
+        raise ConfigError("parallel.kernel=cudnn does not support a window. Try parallel.kernel=auto.")
     pieces = []
     for q0, q1, k0, k1, lo in work[:, [Q_START, Q_STOP, K_START, K_STOP, LO]].tolist():
         if lo < -_FAR:

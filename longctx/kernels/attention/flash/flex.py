@@ -55,7 +55,7 @@ class FlexKernel(VarlenKernel):
         if why := self.request_unsupported_reason(request, dtypes=(*HALF, torch.float32), largest_head=largest):
             return why
         if request.deterministic and "relative_bias" in request.rules:
-            return "the gradient of a bias table is added up in no fixed order"
+            return "the bias table's gradient is summed in a varying order"
         return self.device_unsupported_reason(request, (8, None))
 
     def head_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int]:

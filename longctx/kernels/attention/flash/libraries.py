@@ -165,11 +165,11 @@ FLASH3 = FlashLibrary(  # the hopper folder in flash-attn 2.8.3, and later flash
     forward_constants={"num_splits": 1},  # by default it chooses how to split keys, and merges in another order
     writes_gradients=True,
     has_deterministic=False,
-    never_repeats="flash-attn 3 up to 2.8.3 reads semaphores that its deterministic backward never sets",
+    never_repeats="flash-attn 3 up to 2.8.3 has a deterministic backward that reads uninitialized semaphores",
     unsupported_rules=("alibi", "relative_bias"),
     generations=(9, 9),
     head_sizes=_flash3_sizes,
-    install="python setup.py install, in the hopper folder of flash-attention's repository",
+    install="python setup.py install, in flash-attention's hopper folder",
 )
 
 
@@ -178,7 +178,7 @@ def _load_flash4() -> Any:
     if isinstance(module, str):
         return module
     if not _supports_packed_sequences(module):
-        return "flash_attn.cute is the early version of flash-attn 2; flash-attn-4 is not installed, or was overwritten"
+        return "flash_attn.cute is flash-attn 2's early version; flash-attn-4 is not installed, or was overwritten"
     return module
 
 

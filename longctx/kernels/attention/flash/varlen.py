@@ -122,14 +122,16 @@ class VarlenKernel(ABC):
         check_scores(scores, num_heads)
         for rule in scores.rules:
             if rule in self.unsupported_rules:
-                raise ConfigError(f"parallel.kernel={self.name} has no {RULES[rule]}. Try parallel.kernel=auto.")
+                raise ConfigError(
+                    f"parallel.kernel={self.name} does not support {RULES[rule]}. Try parallel.kernel=auto."
+                )
 
     def _padded_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         sizes = self.head_sizes(head_dim, value_dim)
         if sizes is None:
             raise ConfigError(
-                f"parallel.kernel={self.name} has no heads of {head_dim} with values of {value_dim} on this device "
-                f"(compute capability {self.device_capability()}). Try parallel.kernel=auto."
+                f"parallel.kernel={self.name} does not support head size {head_dim} with value size {value_dim} "
+                f"on this device (compute capability {self.device_capability()}). Try parallel.kernel=auto."
             )
         return sizes
 
@@ -143,12 +145,12 @@ class VarlenKernel(ABC):
             return f"computes in {' and '.join(map(_short, dtypes))}, not in {_short(request.dtype)}"
         for rule in request.rules:
             if rule in self.unsupported_rules:
-                return f"no {RULES[rule]}; flex has"
+                return f"no {RULES[rule]}; flex has it"
         head = max(request.head_dim, request.value_dim or 0)
         if head > largest_head:
-            return f"heads of {head} are too large; up to {largest_head} for {_short(request.dtype)}"
+            return f"head size {head} is too large; the limit is {largest_head} for {_short(request.dtype)}"
         if request.num_heads % request.num_kv_heads:
-            return f"{request.num_heads} query heads do not share {request.num_kv_heads} key heads evenly"
+            return f"{request.num_kv_heads} key heads do not divide {request.num_heads} query heads"
         return None
 
     def device_unsupported_reason(self, request: KernelRequest, generations: tuple[int, int | None]) -> str | None:
@@ -159,7 +161,7 @@ class VarlenKernel(ABC):
             return why
         head, value = request.head_dim, request.value_dim or request.head_dim
         if self.head_sizes(head, value) is None:
-            return f"no heads of {head} with values of {value} on compute capability {capability[0]}.x"
+            return f"no head size {head} with value size {value} on compute capability {capability[0]}.x"
         return None
 
 

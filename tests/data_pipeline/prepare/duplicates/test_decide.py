@@ -288,8 +288,8 @@ def test_the_default_is_what_every_release_did():
         ({"kind": "near", "similarity": float("nan")}, r"similarity=nan must be"),
         ({"kind": "near", "permutations": 8}, r"permutations=8 must be from 16 to 4096"),
         ({"kind": "near", "shingle_size": 0}, r"shingle_size=0 must be from 1 to 1000. Try 5"),
-        ({"kind": "exact", "similarity": 0.7}, r"duplicates=exact looks for none.\nAsk for near"),
-        ({"shingle_size": 3}, r"duplicates=keep looks for none"),
+        ({"kind": "exact", "similarity": 0.7}, r"duplicates=exact does not detect these.\nSet --duplicates near"),
+        ({"shingle_size": 3}, r"duplicates=keep does not detect these"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict, message: str):

@@ -57,7 +57,7 @@ class TestLook:
     def test_another_version_of_a_library(self, look: NodeCheck):
         other = replace(look, versions=dict(look.versions) | {"pyarrow": "1.0"})
         assert "has pyarrow" in str(other.problem("a"))
-        assert "here it is 1.0: shards could differ.\nInstall the same." in str(other.problem("a"))
+        assert "this machine has 1.0: shards could differ.\nInstall the same version." in str(other.problem("a"))
 
 
 class TestNodeWorker:
@@ -131,13 +131,13 @@ class TestRefused:
 
     def test_a_client_address(self, ray: None, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-        with pytest.raises(ConfigError, match=r"--ray-address ray://head:10001 is one of Ray Client"), open_cluster():
+        with pytest.raises(ConfigError, match=r"--ray-address ray://head:10001 is a Ray Client"), open_cluster():
             pass
 
     def test_nobody_listens(self, ray: None):
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{unused.getsockname()[1]}"
-            match = f"--ray-address {address}: no Ray cluster answers .*refused(.|\n)*ray start --head"
+            match = f"--ray-address {address}: no Ray cluster responds .*refused(.|\n)*ray start --head"
             with pytest.raises(ClusterError, match=match), open_cluster(address):
                 pass

@@ -188,7 +188,7 @@ class TestGoingOn:
         report = build(tmp_path / "out", say=said.append)
         expected_signed = {"sign": list(range(2, report.parts))}
         assert signed == expected_signed.get(moment, [])
-        assert any("going on" in line for line in said)
+        assert any("resuming" in line for line in said)
         assert report.parts_found == {"encode": 2, "publish": report.parts}.get(moment, 0)
         assert content(tmp_path / "out") == expected
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -237,7 +237,7 @@ class TestGoingOn:
             return save(*arguments)
 
         monkeypatch.setattr(build_engine, "save_outcome", change)
-        with pytest.raises(DataError, match=r"changed while the build read it.*\nBuild again with --overwrite"):
+        with pytest.raises(DataError, match=r"changed during the build.*\n.*build again with --overwrite"):
             build_shards(open_source(corpus), tokenizer, tmp_path / "out", workers=1, duplicates=NEAR, **OPTIONS)
         assert not (tmp_path / "out").exists()
 

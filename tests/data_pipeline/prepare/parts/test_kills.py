@@ -138,7 +138,7 @@ def finish(start: Start, output: Path, undisturbed: dict[str, bytes]) -> None:
     assert process.returncode == 0, err
     assert "was made in" in out
     if before:
-        assert f"going on: {len(before)} of {PARTS} parts are there" in err
+        assert f"resuming: {len(before)} of {PARTS} parts are finished" in err
     assert kept <= inodes(output)
     assert content(output) == undisturbed
     assert [path.name for path in output.parent.iterdir()] == ["out"]

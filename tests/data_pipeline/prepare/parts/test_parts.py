@@ -122,7 +122,7 @@ class TestGoingOn:
         encoded = watch_parts(monkeypatch, "encode_part")
         said: list[str] = []
         report = build(tmp_path / "out", say=said.append)
-        assert said == [f"going on: 4 of {report.parts} parts are there"]
+        assert said == [f"resuming: 4 of {report.parts} parts are finished"]
         assert encoded == list(range(4, report.parts))
         assert report.parts_found == 4
         assert content(tmp_path / "out") == expected
@@ -214,11 +214,11 @@ class TestGoingOn:
             interrupt_after(patch, 2)
             with pytest.raises(KeyboardInterrupt):
                 build(tmp_path / "out", validation_fraction=0.5)
-        with pytest.raises(DataError, match=r"finished parts of a build of .* from another options.\n.*--overwrite"):
+        with pytest.raises(DataError, match=r"finished parts from a build of .* with another options.\n.*--overwrite"):
             build(tmp_path / "out")
         said: list[str] = []
         assert build(tmp_path / "out", overwrite=True, say=said.append).parts_found == 0
-        assert "removing the parts of another build" in said[0]
+        assert "removing another build's parts" in said[0]
         assert content(tmp_path / "out") == expected
 
     def test_exact_holds_for_parts_that_were_built_without_it(
@@ -234,7 +234,7 @@ class TestGoingOn:
             with pytest.raises(KeyboardInterrupt):
                 build_shards(open_source(mixed), lossy, output, workers=1, **OPTIONS)
         for workers in (1, 2):
-            with pytest.raises(DataError, match="does not come back exactly"):
+            with pytest.raises(DataError, match="does not round-trip exactly"):
                 build_shards(open_source(mixed), lossy, output, workers=workers, exact=True, **OPTIONS)
         report = build_shards(open_source(mixed), lossy, output, workers=2, **OPTIONS)
         assert report.parts_found >= 3
@@ -256,7 +256,7 @@ class TestPlace:
         folder.mkdir()
         (folder / "thesis.txt").write_text("precious")
         for overwrite in (False, True):
-            with pytest.raises(DataError, match=r"holds thesis.txt. Remove it"):
+            with pytest.raises(DataError, match=r"contains thesis.txt. Remove it"):
                 build(tmp_path / "out", overwrite=overwrite)
         assert (folder / "thesis.txt").read_text() == "precious"
 

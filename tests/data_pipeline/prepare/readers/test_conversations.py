@@ -257,30 +257,36 @@ class TestSpoken:
 
 
 WRONG = {
-    "no list": ({"messages": 3}, r"messages is 3, and no list of messages"),
-    "no JSON": ({"messages": "[hello"}, r"messages is '\[hello', and no JSON"),
+    "no list": ({"messages": 3}, r"messages is 3, not a list of messages"),
+    "no JSON": ({"messages": "[hello"}, r"messages is '\[hello', which is not JSON"),
     "no messages": ({"messages": []}, "it has no messages"),
-    "a text": ({"messages": ["hello"]}, "message 0: it is 'hello', and no message"),
-    "no role": ({"messages": [*CHATS[0]["messages"], {"content": "x"}]}, "message 2: role=None is no name of a role"),
-    "no content": ({"messages": [{"role": "user"}]}, "message 0: content=None is no text"),
-    "a number": ({"messages": [{"role": "user", "content": 3}]}, "message 0: content=3 is no text"),
-    "a stranger": ({"messages": [{"from": "alien", "value": "x"}]}, "message 0: from='alien' is none of human, user"),
-    "a list of one": ({"messages": [{"from": ["gpt"], "value": "x"}]}, r"message 0: from=\['gpt'\] is none of"),
+    "a text": ({"messages": ["hello"]}, "message 0: it is 'hello', not a message"),
+    "no role": ({"messages": [*CHATS[0]["messages"], {"content": "x"}]}, "message 2: role=None is not a role name"),
+    "no content": ({"messages": [{"role": "user"}]}, "message 0: content=None is not text"),
+    "a number": ({"messages": [{"role": "user", "content": 3}]}, "message 0: content=3 is not text"),
+    "a stranger": (
+        {"messages": [{"from": "alien", "value": "x"}]},
+        "message 0: from='alien' is not one of human, user",
+    ),
+    "a list of one": ({"messages": [{"from": ["gpt"], "value": "x"}]}, r"message 0: from=\['gpt'\] is not one of"),
     "a weight": (
         {"messages": [{"role": "user", "content": "x", "weight": 2}]},
         "message 0: weight=2 is neither 0 nor 1",
     ),
-    "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "0: it has a part of type image"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "0: it has a content part of type image",
+    ),
     "a part": (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "message 0: it has a part .* without a",
+        "message 0: it has a content part .* without text",
     ),
-    "images": (CHATS[0] | {"images": ["a.png"]}, "it has 'images', which are not trained on"),
+    "images": (CHATS[0] | {"images": ["a.png"]}, "it has 'images', which training does not support"),
     "calls": (
         {"messages": [{"role": "assistant", "tool_calls": "{}"}]},
-        "message 0: tool_calls={} is no list of calls",
+        "message 0: tool_calls={} is not a list of calls",
     ),
-    "tools": (CHATS[0] | {"tools": "{}"}, "tools={} is no list of schemas"),
+    "tools": (CHATS[0] | {"tools": "{}"}, "tools={} is not a list of schemas"),
     "nested": ({"messages": [{"role": "user", "content": "x", "a": json.loads("[" * 900 + "]" * 900)}]}, "too deep"),
     "not a number": ({"messages": [{"role": "user", "content": "x", "a": float("nan")}]}, "Out of range float"),
 }
@@ -441,9 +447,9 @@ class TestRecognition:
     def test_options_that_make_no_sense_together(self, tmp_path: Path):
         with pytest.raises(DataError, match="--join directory joins texts"):
             source_of(tmp_path, CHATS, join=Join())
-        with pytest.raises(DataError, match="--text-field body names a text, and --format messages reads conv"):
+        with pytest.raises(DataError, match="--text-field body selects texts, but --format messages selects conv"):
             open_source(tmp_path, format="messages", text_field="body")
-        with pytest.raises(DataError, match="format='chat' is none of auto, text, messages, conversations, prompt"):
+        with pytest.raises(DataError, match="format='chat' must be one of auto, text, messages, conversations, prompt"):
             open_source(tmp_path, format="chat")
 
     @pytest.mark.parametrize("ending", ["jsonl", "parquet", "csv"])
@@ -455,7 +461,7 @@ class TestRecognition:
 
     def test_a_folder_of_texts_alone_has_no_conversations(self, tmp_path: Path):
         (tmp_path / "a.txt").write_text("text")
-        with pytest.raises(DataError, match=r"no text that can be used:\n *1 no conversation: a\.txt"):
+        with pytest.raises(DataError, match=r"no usable text:\n *1 no conversation: a\.txt"):
             list(open_source(tmp_path, format="messages"))
 
     @pytest.mark.parametrize("records", [CHATS, SHARE_GPT, PROMPTS])

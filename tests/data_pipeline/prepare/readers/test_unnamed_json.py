@@ -49,7 +49,7 @@ def test_what_the_message_says_works_for_any_name(tmp_path: Path):
     for name in ("a b's [1]*?.dat", "ü$(x).dat"):
         (tmp_path / "sub").mkdir(exist_ok=True)
         (tmp_path / "sub" / name).write_bytes(LINES)
-        with pytest.raises(DataError, match="has JSON in files whose endings do not say so") as caught:
+        with pytest.raises(DataError, match="has JSON in files without a JSON suffix") as caught:
             open_source(tmp_path)
         words = shlex.split(str(caught.value).splitlines()[1].partition(": ")[2].replace(",", ""))
         assert words[0] == "--as-json"

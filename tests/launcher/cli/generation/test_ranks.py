@@ -122,7 +122,7 @@ def test_bad_input_is_one_screen_and_the_same_code_on_all_ranks(run, prompts_fil
         (arguments(run, many, "--max-new-tokens=4090"), "line 3"),
         (arguments(run, "--prompt=x", "--parallel.context=3"), "parallel.context=3 does not divide the 2 ranks"),
         (arguments(run, f"{file}{tmp_path}/gap"), "line 2 is empty"),
-        (arguments(run, many, f"--output={prompts_file}"), "is there already"),
+        (arguments(run, many, f"--output={prompts_file}"), "already exists"),
     ]
     run_distributed(check_refusals, 2, cases, timeout=60.0)
 

@@ -184,7 +184,7 @@ def check_calls(world_size: int, port: int) -> None:
     assert told["fault"]
     assert told["network"] is None
     # Nobody waits for a call that hangs.
-    assert call(hanging, world_size, port)["fault"].startswith("NCCL hangs: its ranks do not find each other")
+    assert call(hanging, world_size, port)["fault"].startswith("NCCL hangs: its ranks did not connect")
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

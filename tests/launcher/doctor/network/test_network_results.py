@@ -44,9 +44,9 @@ def test_all_is_well():
     survey = survey_of(network(1), network(2), network(3))
     assert troubles(survey) == []
     said = {finding.check: finding.value for finding in host_network_results(survey, {})}
-    assert said["gloo interface"] == "eth0 (25 Gbit/s, MTU 9000) on all 3 hosts (the way to 10.0.0.1)"
-    assert said["NCCL network"].startswith("TCP sockets over eth0 on all 3 hosts (by its rules")
-    assert said["ports"] == "every host reaches 10.0.0.1:29500, and a free port of every other"
+    assert said["gloo interface"] == "eth0 (25 Gbit/s, MTU 9000) on all 3 hosts (the route to 10.0.0.1)"
+    assert said["NCCL network"].startswith("TCP sockets over eth0 on all 3 hosts (predicted by NCCL's rules")
+    assert said["ports"] == "every host reaches 10.0.0.1:29500, and a free port on every other"
 
 
 class TestInterfaces:
@@ -95,7 +95,7 @@ class TestNccl:
         ("one", "other", "advice"),
         [
             (INFINIBAND, SOCKETS, "Hosts differ"),
-            (SOCKETS, SOCKETS, "active RDMA adapters of a, b"),
+            (SOCKETS, SOCKETS, "active RDMA adapters on a, b"),
             (INFINIBAND, OTHER_ADAPTER, "NCCL_IB_HCA"),
         ],
     )
@@ -128,14 +128,14 @@ class TestPorts:
         survey = survey_of(network(1), network(2), network(3), blocked=[port("c", "b")])
         finding = only(survey, "ports")
         assert finding.verdict == "fail"
-        assert finding.value == "c does not reach b (10.0.0.2:29500), where gloo listens: no answer within 3 s"
+        assert finding.value == "c does not reach b (10.0.0.2:29500), gloo's port: no answer within 3 s"
         assert "firewall" in finding.advice
         assert "ip_local_port_range" in finding.advice
 
     def test_where_ranks_meet(self):
         survey = survey_of(network(1), network(2), blocked=[port("b", "a", "connection refused", meeting_place=True)])
         finding = only(survey, "ports")
-        assert "where ranks meet: connection refused" in finding.value
+        assert "rendezvous port: connection refused" in finding.value
         assert "--master_addr" in finding.advice
 
 

@@ -48,9 +48,9 @@ def test_answers_among_the_noise_of_a_login_script(session):
     [
         ("sys.exit('Permission denied (publickey).')", "it ended: Permission denied"),
         ("sys.exit(7)", "it ended: exit code 7"),
-        (f"input(); print({MARK!r} + 'x')", "an answer that is none"),
-        (f"input(); print({MARK!r} + '[1]')", "an answer that is none"),
-        (f"input(); print({MARK!r} + '[' * 9999)", "an answer that is none"),
+        (f"input(); print({MARK!r} + 'x')", "an invalid answer"),
+        (f"input(); print({MARK!r} + '[1]')", "an invalid answer"),
+        (f"input(); print({MARK!r} + '[' * 9999)", "an invalid answer"),
         (f"""input(); print({MARK!r} + '{{"problem": "no \\\\u001b[2Jway"}}')""", r"no  \[2Jway|no \[2Jway"),
     ],
     indirect=["session"],

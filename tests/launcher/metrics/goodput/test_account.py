@@ -289,7 +289,7 @@ def test_in_words():
     seconds = {"productive": 90.0, "lost": 6.0, "starting": 3.9, "other": 0.1, "paused": DAY}
     assert in_words(dict.fromkeys(KINDS, 0.0) | seconds, 2) == (
         "Effective training time: 90.0% of 2 min, 2 restarts (lost 6.0%, starting 3.9%, other 0.1%). Paused for "
-        "1 d 0 h, which is not counted."
+        "1 d 0 h, not counted."
     )
     assert in_words(dict.fromkeys(KINDS, 0.0), 0) == ""
 

@@ -49,7 +49,7 @@ def test_a_full_disk_ends_the_curves_and_no_run(tmp_path, caplog, capfd):
             trackers.send(train(step))
         trackers.close("done")
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "Tracker tensorboard has failed: OSError" in said
+    assert "Tracker tensorboard failed: OSError" in said
     assert "No space left on device" in said
     assert "Traceback" not in capfd.readouterr().err
 

@@ -71,17 +71,17 @@ def test_supports():
         "not in float32": replace(GOOD, dtype=torch.float32),
         "no soft cap": replace(GOOD, rules=("softcap",)),
         "no window": replace(GOOD, window=True),
-        "repeat to the bit": replace(GOOD, deterministic=True),
-        "up to 192": replace(GOOD, head_dim=200),
-        "no heads of 192 with values of 192": replace(GOOD, head_dim=192),
-        "evenly": replace(GOOD, num_kv_heads=5),
+        "not bitwise reproducible": replace(GOOD, deterministic=True),
+        "the limit is 192": replace(GOOD, head_dim=200),
+        "no head size 192 with value size 192": replace(GOOD, head_dim=192),
+        "do not divide": replace(GOOD, num_kv_heads=5),
     }
     for said, request in refusals.items():
         assert said in (kernel().supports(request) or "")
     latent = replace(GOOD, head_dim=192, value_dim=128)
     assert kernel().supports(latent) is None
-    assert "no heads of 192" in (kernel(version=91000).supports(latent) or "")
-    assert "no heads of 192" in (kernel(capability=(8, 0)).supports(latent) or "")
+    assert "no head size 192" in (kernel(version=91000).supports(latent) or "")
+    assert "no head size 192" in (kernel(capability=(8, 0)).supports(latent) or "")
     assert "the device has 7.5" in (kernel(capability=(7, 5)).supports(GOOD) or "")
     if not torch._C._has_cudnn:
         assert CudnnKernel(capability=HOPPER).supports(GOOD) == "this PyTorch was built without cuDNN"
@@ -89,7 +89,7 @@ def test_supports():
 
 def test_a_window_is_refused_by_the_call_too():
     q, slices = torch.randn(1, 9, 1, 8), slice_table([AttentionSlice(0, 9, 0, 9, 0, 3)])
-    with pytest.raises(ConfigError, match="has no window"):
+    with pytest.raises(ConfigError, match="does not support a window"):
         kernel().forward(q, q, q, slices, scores=ScoreRules(scale=1.0))
 
 

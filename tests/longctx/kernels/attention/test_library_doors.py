@@ -195,7 +195,7 @@ def test_values_and_gradients(kernel, sizes):
     has_window, largest = kernel.name != "cudnn", 192 if kernel.name == "cudnn" else 256
     if max(sizes) > largest:
         refused = kernel.supports(KernelRequest("cuda", torch.bfloat16, D, 4, 4, V))
-        assert refused == f"heads of {D} are too large; up to {largest} for bfloat16"
+        assert refused == f"head size {D} is too large; the limit is {largest} for bfloat16"
         return
     for (H, K), dtype, layout in product(((4, 4), (4, 2), (4, 1)), (torch.bfloat16, torch.float16), LAYOUTS):
         request = KernelRequest("cuda", dtype, D, H, K, V, window=has_window)

@@ -212,5 +212,5 @@ def test_masks_that_make_no_sense_are_refused():
     for window, sink_tokens in bad:
         with pytest.raises(ConfigError, match="stride=3 needs a window"):
             AttentionMask((0, 4), window=window, sink_tokens=sink_tokens, stride=3)
-    with pytest.raises(ConfigError, match="stride=-1 must not be negative"):
+    with pytest.raises(ConfigError, match="stride=-1 must be at least 0"):
         AttentionMask((0, 4), window=2, stride=-1)

@@ -149,8 +149,8 @@ def test_each_bit_of_a_float_is_found():
     ("name", "call", "way", "kind"),
     [
         # The first gather is that of the ranks' agreement.
-        ("all_gather_into_tensor", 1, {"transport": "all_gather"}, "keys and values of all ranks"),
-        ("all_to_all_single", 0, {"transport": "all_gather"}, "gradients of the keys and values of all ranks"),
+        ("all_gather_into_tensor", 1, {"transport": "all_gather"}, "all ranks' keys and values"),
+        ("all_to_all_single", 0, {"transport": "all_gather"}, "gradients for all ranks' keys and values"),
         ("all_to_all_single", 0, {"ulysses": 2}, "heads (Ulysses)"),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_bit_of_a_collective_is_found(name: str, call: int, way: dict[str, Any
     said, last = find_differences(mesh.comm.ledger), mesh.world_size - 1
     assert said.startswith(f"Rank 0 got {kind} from rank {last} ("), said
     assert "layer 1" in said, said
-    assert "Messages that differ" not in said, said
+    assert "Mismatched messages" not in said, said
 
 
 @on_ranks(2)
