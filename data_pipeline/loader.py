@@ -1,9 +1,12 @@
-"""Loader for packed rows: any number of ranks reads the same global rows, and its state resumes on any number.
+"""Data loaders over packed rows: ``build_loader`` for training, ``build_validation_loader`` for validation.
 
-Step s takes the global rows [s·R, (s+1)·R), R = ``rows_per_step``. ``rows.micro_batches`` assigns them in order: with B
-rows per micro-batch and D data ranks, micro-batch a on data rank d takes B rows from s·R + a·(D·B) + d·B. With ``cost``
-they are first reordered to balance the ranks' work. An epoch is planned block by block (``rows.blocks``), and only the
-current and the next block are in memory. Epoch e + 1 follows epoch e without a gap.
+The global row order does not depend on the number of ranks, so a loader state resumes on any number.
+
+Step s takes the global rows [s·R, (s+1)·R), R = ``rows_per_step``: the global batch, in rows. ``rows.micro_batches``
+assigns them in order: with D data ranks and B rows in every micro-batch, micro-batch a on data rank d takes the B rows
+from s·R + a·(D·B) + d·B on. With ``cost``, a step's rows are permuted first, to balance the ranks' work. An epoch is
+planned block by block (``rows.epoch_blocks``), and only the current and the next block are in memory. Epoch e + 1
+follows epoch e without a gap, also within a step.
 """
 
 from __future__ import annotations
@@ -34,10 +37,14 @@ from longctx.compact_batch import CompactBatch
 from longctx.errors import ConfigError, DataError
 
 Cost = Callable[..., int]
-"""Work for one row in any unit, given its documents' lengths and, for pairs, its sources' lengths."""
+"""Function that returns a row's work, in any unit: called with its documents' lengths and, for pairs, its sources'
+lengths."""
 
 Open = Callable[[str | Location], ShardSet]
 """Function that opens a shard folder; raises ``DataError`` if the folder cannot be read."""
+
+Rows = FirstRows | list[Row]
+"""Validation rows, by row number."""
 
 
 def build_loader(
@@ -60,21 +67,24 @@ def build_loader(
 ) -> Loader:
     """Build an endless iterator over this data rank's micro-batches from a shard folder or a mixture file.
 
-    ``rows_per_step`` counts rows over all ranks and micro-batches. A micro-batch is [rows, seq_len] with at most
-    ``micro_batch_rows`` rows; if that does not divide a rank's rows per step, some micro-batches have one row less.
+    ``data_rank`` and ``data_degree`` are the data-parallel rank and size. ``rows_per_step`` is the global batch: rows
+    over all data ranks and micro-batches. A micro-batch is [rows, seq_len] with at most ``micro_batch_rows`` rows; if
+    that does not divide a rank's rows per step, some micro-batches have one row less.
 
-    ``cost`` returns a row's work and makes the loader balance it across ranks, with ``sync_per_micro_batch`` within
-    each micro-batch too. ``mask`` enables masked tokens. A row holds at most ``source_seq_len`` source tokens if the
-    folder contains pairs. ``verify`` checks data before it is read (``open_validated``); a folder that is already open
-    stays as it is. ``open_folder`` overrides the function that opens folders.
+    ``cost`` permutes rows within each step so that data ranks have nearly equal work. With ``sync_per_micro_batch``,
+    for ranks that wait for one another in every micro-batch, work is balanced within each. ``mask`` selects tokens to
+    hide and predict. ``source_seq_len`` bounds a row's source tokens; 0 without sources.
+
+    ``verify`` checks data before it is read (``open_validated``); a folder that is already open stays as it is.
+    ``open_folder`` replaces the function that opens folders, and ``verify`` then has no effect.
 
     Raises ``ConfigError`` if sizes do not fit and ``DataError`` if a folder cannot be read.
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     _check_rows_per_step(rows_per_step, data_degree=data_degree)
     open_folder = open_folder or _opener(verify=verify)
-    order_of = {"seed": seed, "shuffle": shuffle, "packing": packing, "source_seq_len": source_seq_len}
-    folders, order = open_order(folder, seq_len, open_folder=open_folder, **order_of)
+    order_options = {"seed": seed, "shuffle": shuffle, "packing": packing, "source_seq_len": source_seq_len}
+    folders, order = open_order(folder, seq_len, open_folder=open_folder, **order_options)
     return Loader(
         folders,
         order,
@@ -89,43 +99,6 @@ def build_loader(
         sync_per_micro_batch=sync_per_micro_batch,
         masking=masking_of(mask, folders, seed=seed),
     )
-
-
-def open_order(
-    data: str | Path | ShardSet,
-    seq_len: int,
-    *,
-    seed: int = 0,
-    shuffle: bool = True,
-    packing: Packing = BEST_FIT,
-    source_seq_len: int = 0,
-    open_folder: Open = open_validated,
-) -> tuple[tuple[ShardSet, ...], RowOrder]:
-    """Open a run's shard folders and return them with their row order.
-
-    ``data`` is one folder or a mixture file that lists several. Raises ConfigError for an invalid file, and DataError
-    if a folder is empty or cannot be read.
-    """
-    order = {"seed": seed, "shuffle": shuffle, "packing": packing}
-    if isinstance(data, ShardSet) or not is_mixture(data):
-        shards = _open_shards(data, open_folder)
-        return (shards,), FolderOrder(shards, seq_len, source_seq_len=source_seq_len, **order)
-    check_one_folder(data, packing.examples, source_seq_len)
-    return _open_mixture(Mixture.load(data), Path(data), seq_len, open_folder, **order)
-
-
-def held_out_of(path: str | Path) -> Mixture:
-    """Return the mixture over its sources' held-out documents; it has no sources if no source holds any out."""
-    return Mixture.load(path).held_out(Path(path).parent)
-
-
-def _open_mixture(
-    mixture: Mixture, path: Path, seq_len: int, open_folder: Open, **options: Any
-) -> tuple[tuple[ShardSet, ...], MixedOrder]:
-    folders = tuple(_open_shards(folder, open_folder) for folder in mixture.folders(path.parent))
-    names = (source.name for source in mixture.sources)
-    check_no_pairs(path, zip(names, (shards.manifest for shards in folders), strict=True))
-    return folders, MixedOrder(mixture, Corpus(folders), seq_len, path=path, **options)
 
 
 def build_validation_loader(
@@ -144,13 +117,16 @@ def build_validation_loader(
     source_seq_len: int = 0,
     packing: Packing = BEST_FIT,
 ) -> ValidationLoader:
-    """Build a loader over a shard folder's first ``max_rows`` rows (all rows if unset) in a fixed order.
+    """Build a loader over the first ``max_rows`` rows (all if unset) in a shard folder or mixture, in a fixed order.
 
-    Each iteration yields these rows once. A mixture file is read with its initial shares, or, with ``held_out``,
-    through its sources' held-out documents.
+    Each iteration yields these rows once, the same ones for any seed. A mixture is read with its initial shares; with
+    ``held_out``, only the documents held out from its sources are read. ``held_out`` does not affect a shard folder.
 
-    Every rank gets the same number of micro-batches, with ``micro_batch_rows`` rows each, or, if ``even``, with at most
-    that many and as equal as possible. If the rows do not divide evenly, the last micro-batches contain only padding.
+    Every rank gets the same number of micro-batches, with ``micro_batch_rows`` rows each. Padding rows complete the
+    last one: on some ranks it may contain only padding. With ``even``, micro-batches have at most ``micro_batch_rows``
+    rows, as equal as possible, and fewer than ``data_degree`` padding rows are needed.
+
+    Raises ConfigError if sizes do not fit and DataError if a folder is empty or cannot be read.
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     if max_rows is not None and max_rows < 1:
@@ -163,35 +139,81 @@ def build_validation_loader(
         rows: Rows = FirstRows(folders[0], seq_len, max_rows=max_rows, source_seq_len=source_seq_len, packing=packing)
     else:
         check_one_folder(folder, packing.examples, source_seq_len)
-        # Without stages and upsampling: validation losses must not depend on the training schedule.
-        mixture = Mixture.load(folder).to_validate()
+        # Both mixtures lack stages and upsampling: validation losses must not depend on the training schedule.
         if held_out:
             mixture = held_out_of(folder)
+        else:
+            mixture = Mixture.load(folder).to_validate()
         folders, order = _open_mixture(mixture, Path(folder), seq_len, open_folder, shuffle=False)
         rows = order.first_rows(max_rows)
         names = tuple(source.name for source in mixture.sources)
     # Mask the same tokens in every run, whatever its seed, so that losses are comparable between runs.
     masking = masking_of(mask, folders, seed=0)
-    options = {"source_names": names, "masking": masking, "source_seq_len": source_seq_len}
-    options |= reader_options_for(folders, packing, seq_len, source_seq_len, seed=0)
-    return ValidationLoader(folders, rows, seq_len=seq_len, **options, **sizes)
+    reader_options = {"masking": masking, "source_seq_len": source_seq_len}
+    reader_options |= reader_options_for(folders, packing, seq_len, source_seq_len, seed=0)
+    return ValidationLoader(folders, rows, seq_len=seq_len, source_names=names, **reader_options, **sizes)
+
+
+def open_order(
+    data: str | Path | ShardSet,
+    seq_len: int,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    packing: Packing = BEST_FIT,
+    source_seq_len: int = 0,
+    open_folder: Open = open_validated,
+) -> tuple[tuple[ShardSet, ...], RowOrder]:
+    """Open a run's shard folders and return them with their row order (``rows.order``), for planning without a loader.
+
+    ``data`` is one folder or a mixture file that lists several. Raises ConfigError for an invalid file, and DataError
+    if a folder is empty or cannot be read.
+    """
+    order_options = {"seed": seed, "shuffle": shuffle, "packing": packing}
+    if isinstance(data, ShardSet) or not is_mixture(data):
+        shards = _open_shards(data, open_folder)
+        return (shards,), FolderOrder(shards, seq_len, source_seq_len=source_seq_len, **order_options)
+    check_one_folder(data, packing.examples, source_seq_len)
+    return _open_mixture(Mixture.load(data), Path(data), seq_len, open_folder, **order_options)
+
+
+def held_out_of(path: str | Path) -> Mixture:
+    """Return a mixture file's validation mixture, over the documents held out from its sources.
+
+    Sources without held-out documents are left out, so the result may have no sources.
+    """
+    return Mixture.load(path).held_out(Path(path).parent)
+
+
+def _open_mixture(
+    mixture: Mixture, path: Path, seq_len: int, open_folder: Open, **options: Any
+) -> tuple[tuple[ShardSet, ...], MixedOrder]:
+    folders = tuple(_open_shards(folder, open_folder) for folder in mixture.folders(path.parent))
+    names = (source.name for source in mixture.sources)
+    check_no_pairs(path, zip(names, (shards.manifest for shards in folders), strict=True))
+    return folders, MixedOrder(mixture, Corpus(folders), seq_len, path=path, **options)
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One rank's share of a micro-batch."""
+    """One rank's share of a micro-batch, and what the full micro-batch contains."""
 
     share: CompactBatch
+    """This rank's tokens, [1, t]: the micro-batch's rows are concatenated before they are sharded."""
     documents: PackedDocuments
     """Documents in the full micro-batch, without padding after its rows."""
     rows: tuple[int, ...]
-    """Row numbers within the step."""
+    """Number of each of the micro-batch's rows within the step, from 0, before balancing permutes them."""
     source_lengths: tuple[int, ...] = ()
     """Source tokens per document, for pairs; covers the full micro-batch."""
 
 
 class Loader:
-    """Endless iterator over one data rank's micro-batches; see ``build_loader``."""
+    """Endless iterator over one data rank's micro-batches; see ``build_loader``.
+
+    ``next`` reads complete micro-batches, ``take`` only this rank's share (context parallelism). ``claim`` postpones
+    that read, so that training can prefetch in threads (``StepFeed``). All three advance the same position.
+    """
 
     def __init__(
         self,
@@ -229,7 +251,7 @@ class Loader:
         self._data_rank = data_rank
         # End of the last completed step. Only this position is saved, so a checkpoint never points into a step.
         self._position = order.start()
-        # Current step: rows for all ranks, the position after them, and the next micro-batch's index.
+        # Current step: numbered rows for all ranks, the position after them, and the next micro-batch's index.
         self._step_rows: list[tuple[int, Row]] = []
         self._step_end = self._position
         self._micro_batch = 0
@@ -239,16 +261,17 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Return this data rank's next micro-batch, complete and unpacked; training uses ``take`` instead."""
+        """Return this data rank's next micro-batch, [rows, seq_len], with all its tokens and unpacked."""
         rows = [row for _, row in self._next_rows()]
         batch = self._reader.batch(rows)
         self._advance()
         return batch.unpack()
 
     def take(self, place: Place, place_source: Place | None = None) -> Taken:
-        """Return this rank's share of the next micro-batch, at ``place`` and, for sources, at ``place_source``.
+        """Read this rank's share of the next micro-batch: the tokens that ``place`` selects.
 
-        Reads only that share. The result is bitwise equal to splitting the micro-batch that ``next`` returns.
+        ``place_source`` selects its source tokens; None means ``place``. Reads only that share. The result is bitwise
+        equal to sharding the micro-batch that ``next`` returns.
         """
         # Advance only after a successful read: a failed one leaves the position unchanged.
         taken = self._read(self._next_rows(), place, place_source)
@@ -256,7 +279,10 @@ class Loader:
         return taken
 
     def claim(self) -> Callable[..., Taken]:
-        """Advance the loader and return a thread-safe function that reads the next micro-batch as ``take`` does."""
+        """Advance past the next micro-batch and return a thread-safe function that reads it.
+
+        The function takes ``take``'s arguments and returns its result.
+        """
         # Choose the rows here, on the calling thread: the returned function does not use the loader's position, so
         # prefetch threads may call it late or in any order.
         rows = self._next_rows()
@@ -294,7 +320,7 @@ class Loader:
 
     def next_documents(self) -> list[PackedDocuments]:
         """Return the documents in each of this data rank's micro-batches for the next step, without reading tokens."""
-        assert self._micro_batch == 0, "within a step"
+        assert self._micro_batch == 0, "next_documents was called within a step"
         ordered_rows = self._ordered_rows()
         own_rows = [self.micro_batches.rows(number, self._data_rank) for number in range(len(self.micro_batches))]
         return [self._reader.layout([row for _, row in ordered_rows[own.start : own.stop]]) for own in own_rows]
@@ -310,7 +336,10 @@ class Loader:
         return self._order.report(self._position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last step as plain JSON: equal on all ranks, loadable on any number."""
+        """Return the position after the last completed step as plain JSON, with the data and options it is valid for.
+
+        It is equal on all ranks, and can be loaded on any number of ranks.
+        """
         return self._order.state(self._position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -322,7 +351,10 @@ class Loader:
         self._micro_batch = 0
 
     def _ordered_rows(self) -> list[tuple[int, Row]]:
-        """Return the next step's rows with their numbers, in the order in which micro-batches take them."""
+        """Return the next step's rows with their numbers, in the order in which micro-batches take them.
+
+        Stores the position after the step in ``_step_end``.
+        """
         rows, self._step_end = self._order.rows(self._position, self._rows_per_step)
         if self._cost is None:
             return list(enumerate(rows))
@@ -346,10 +378,6 @@ class Loader:
             # The position moves only here, after the step's last micro-batch has claimed its rows.
             self._position = self._step_end
             self._micro_batch = 0
-
-
-Rows = FirstRows | list[Row]
-"""Rows by number."""
 
 
 class ValidationLoader:
@@ -378,12 +406,13 @@ class ValidationLoader:
         self._rows = rows
         self._reader = RowReader(documents_in(folders), seq_len, masking, source_seq_len, **reader_options)
         self.seq_len = seq_len
-        # Round up, so that the last rows are never dropped.
-        unit = data_degree
+        # Round up with padding rows, so that no row is dropped: to full micro-batches on all ranks or, if even, only to
+        # equally many rows per rank.
+        multiple = data_degree
         if not even:
-            unit *= micro_batch_rows
-        count = -(-len(rows) // unit) * unit
-        self._micro_batches = MicroBatches.assign(count, most_rows=micro_batch_rows, data_degree=data_degree)
+            multiple *= micro_batch_rows
+        padded_rows = -(-len(rows) // multiple) * multiple
+        self._micro_batches = MicroBatches.assign(padded_rows, most_rows=micro_batch_rows, data_degree=data_degree)
         self._data_rank = data_rank
 
     @property
@@ -393,7 +422,7 @@ class ValidationLoader:
 
     @property
     def num_rows(self) -> int:
-        """Rows with text, over all ranks."""
+        """Rows over all ranks, without padding rows."""
         return len(self._rows)
 
     def segments(self, row: int) -> list[tuple[np.ndarray, int, int]]:
@@ -432,22 +461,19 @@ class ValidationLoader:
             yield self._reader.batch(self._rows_of(number)).unpack()
 
     def shares(self, place: Place, place_source: Place | None = None) -> Iterator[CompactBatch]:
-        """Yield this rank's share of each micro-batch, at ``place`` and, for sources, at ``place_source``.
+        """Yield this rank's share of each micro-batch, [1, t]: the tokens that ``place`` selects.
 
-        Reads only these shares.
+        ``place_source`` selects source tokens; None means ``place``. Reads only these shares.
         """
         for number in range(len(self)):
             yield self._reader.share(self._rows_of(number), place, place_source)[0]
 
     def _rows_of(self, number: int) -> list[Row]:
-        rows: list[Row] = []
-        for row in self._micro_batches.rows(number, self._data_rank):
-            # Every rank joins every collective, so a rank without rows gets padding rows.
-            found = Row()
-            if row < len(self._rows):
-                found = self._rows[row]
-            rows.append(found)
-        return rows
+        """Return the rows in this data rank's micro-batch ``number``."""
+        own = self._micro_batches.rows(number, self._data_rank)
+        rows = [self._rows[row] for row in own if row < len(self._rows)]
+        # Every rank joins every collective, so a rank without rows gets padding rows.
+        return rows + [Row() for _ in range(len(own) - len(rows))]
 
 
 def _opener(*, verify: bool) -> Open:

@@ -278,7 +278,14 @@ class BlockPlanner:
     def no_row(self, alternative: str = "") -> ConfigError | DataError:
         """Build the error for epochs without a row; ``alternative`` adds another remedy to its message."""
         blocks = (self.documents(0, block) for block in range(self.num_blocks))
-        return no_row(self._shards, self._packing.examples, (self._seq_len, self._source_seq_len), blocks, alternative)
+        return no_row(
+            self._shards,
+            self._packing.examples,
+            blocks,
+            seq_len=self._seq_len,
+            source_seq_len=self._source_seq_len,
+            alternative=alternative,
+        )
 
     def _claim(self, key: _Key) -> tuple[Future[RowPlan], bool]:
         """Return the block's future, and whether the caller has to plan it."""

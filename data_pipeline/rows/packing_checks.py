@@ -1,4 +1,8 @@
-"""Checks for data that cannot be packed into rows; each error suggests an alternative."""
+"""Checks for data that cannot be packed into rows; each error suggests an alternative.
+
+Pairs are documents with two sides: a source for the encoder and a target for the decoder. Examples are made from texts
+while packing (span corruption, two segments). A mixture's sources are shard folders, not the source side of pairs.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,11 @@ from data_pipeline.shards.reader import ShardSet
 from longctx.errors import ConfigError, DataError
 
 _ONE_FOLDER = "put their sources into one folder CORPUS, and use the output of `longctx data build --source CORPUS …`"
+"""Advice if a mixture was given and one shard folder is needed."""
 
 
 def check_source_seq_len(shards: ShardSet, source_seq_len: int) -> None:
-    """Raise ConfigError unless pairs come with a source length, and other documents without one."""
+    """Raise ConfigError for pairs without ``source_seq_len`` (source tokens per row; 0: unset), or texts with it."""
     if shards.manifest.has_sources and not source_seq_len:
         raise ConfigError(
             f"{shards.folder} contains pairs, which require an encoder for their sources. Set data.source_seq_len, the "
@@ -31,7 +36,8 @@ def check_source_seq_len(shards: ShardSet, source_seq_len: int) -> None:
 
 
 def check_one_folder(mixture: str | Path, examples: ExampleRule | None, source_seq_len: int) -> None:
-    """Raise ConfigError if a mixture is used for pairs or for examples made from texts."""
+    """Raise ConfigError if ``mixture``, a mixture file's path, is used for pairs or for examples made from texts."""
+    # Rules for examples have a text of their own, in the plural: "pairs of segments (nsp)".
     if examples is not None:
         raise ConfigError(
             f"{examples} require texts from one folder, but {mixture} is a mixture.\n"
@@ -45,7 +51,7 @@ def check_one_folder(mixture: str | Path, examples: ExampleRule | None, source_s
 
 
 def check_no_pairs(mixture: str | Path, sources: Iterable[tuple[str, Manifest]]) -> None:
-    """Raise ConfigError if a mixture's source, given as name and manifest, contains pairs."""
+    """Raise ConfigError if a mixture's source contains pairs; ``sources`` are its names and manifests."""
     for name, manifest in sources:
         if manifest.has_sources:
             raise ConfigError(
@@ -57,13 +63,17 @@ def check_no_pairs(mixture: str | Path, sources: Iterable[tuple[str, Manifest]])
 def no_row(
     shards: ShardSet,
     examples: ExampleRule | None,
-    budgets: tuple[int, int],
     blocks: Iterable[np.ndarray],
+    *,
+    seq_len: int,
+    source_seq_len: int,
     alternative: str,
 ) -> ConfigError | DataError:
-    """Build the error for an epoch without rows, given its documents in blocks, with a suggestion.
+    """Build the error for an epoch without rows, for the caller to raise.
 
-    ``budgets`` are the tokens per row for targets and sources; ``alternative`` is another remedy for the message.
+    ConfigError if documents do not suit the requested rows or examples, DataError if the epoch has no documents.
+    ``blocks`` are the epoch's document indices, int64 [n] each, read only if they are pairs. ``alternative`` is another
+    remedy that continues the message's last sentence: ", or …", or empty.
     """
     if not shards.num_documents:
         return DataError(f"{shards.folder} contains no documents. Build it again from a source with text.")
@@ -73,36 +83,37 @@ def no_row(
             f"{examples} require texts with at least {examples.least_tokens} tokens, but the longest text in "
             f"{shards.folder} has {longest}.\nUse a folder with longer texts{alternative}."
         )
-    if budgets[1]:
-        return _no_pair_fits(shards, budgets, blocks, alternative)
+    if source_seq_len:
+        return _no_pair_fits(shards, seq_len, source_seq_len, blocks, alternative)
     return DataError(f"an epoch of {shards.folder} has no documents: upsample drops them all.")
 
 
 def _no_pair_fits(
-    shards: ShardSet, budgets: tuple[int, int], blocks: Iterable[np.ndarray], alternative: str
+    shards: ShardSet, seq_len: int, source_seq_len: int, blocks: Iterable[np.ndarray], alternative: str
 ) -> ConfigError:
-    closest = np.inf
-    shortest, wanted = budgets, budgets
-    for documents in blocks:
-        side_lengths = shards.lengths_of(documents), shards.lengths_of(documents, "source")
-        # Factor by which rows would have to grow for each pair to fit.
-        factors = np.maximum(side_lengths[0] / budgets[0], side_lengths[1] / budgets[1])
+    """Build the error with the pair that is closest to fitting, and row lengths that hold most pairs."""
+    min_factor = np.inf
+    closest = suggested = (seq_len, source_seq_len)
+    for block, documents in enumerate(blocks):
+        lengths, source_lengths = shards.lengths_of(documents), shards.lengths_of(documents, "source")
+        # Factor by which rows would have to grow for each pair to fit; the longer side decides.
+        factors = np.maximum(lengths / seq_len, source_lengths / source_seq_len)
         pair = int(factors.argmin())
-        if factors[pair] < closest:
-            closest, shortest = factors[pair], (int(side_lengths[0][pair]), int(side_lengths[1][pair]))
-        if wanted == budgets:
-            # One block suffices to estimate row lengths that hold most pairs.
-            wanted = (_roomy(side_lengths[0], budgets[0]), _roomy(side_lengths[1], budgets[1]))
+        if factors[pair] < min_factor:
+            min_factor, closest = factors[pair], (int(lengths[pair]), int(source_lengths[pair]))
+        # One block is a large enough sample for the suggestion; the closest pair may be in any block.
+        if block == 0:
+            suggested = (_length_for_most(lengths, seq_len), _length_for_most(source_lengths, source_seq_len))
     return ConfigError(
-        f"no pair in {shards.folder} fits data.seq_len={budgets[0]} and data.source_seq_len={budgets[1]}: the shortest "
-        f"has {shortest[0]:,} tokens and {shortest[1]:,} source tokens.\n"
-        f"Try data.seq_len={wanted[0]} and data.source_seq_len={wanted[1]}, which fit most pairs{alternative}."
+        f"no pair in {shards.folder} fits data.seq_len={seq_len} and data.source_seq_len={source_seq_len}: the "
+        f"shortest has {closest[0]:,} tokens and {closest[1]:,} source tokens.\n"
+        f"Try data.seq_len={suggested[0]} and data.source_seq_len={suggested[1]}, which fit most pairs{alternative}."
     )
 
 
-def _roomy(lengths: np.ndarray, least: int) -> int:
-    """Return the smallest power of two that holds nine in ten of these lengths, or ``least`` if that suffices."""
-    most = int(np.sort(lengths)[9 * len(lengths) // 10])
-    if most <= least:
-        return least
-    return 1 << (most - 1).bit_length()
+def _length_for_most(lengths: np.ndarray, minimum: int) -> int:
+    """Return the smallest power of two that holds nine in ten of these lengths, or ``minimum`` if that suffices."""
+    percentile_90 = int(np.sort(lengths)[9 * len(lengths) // 10])
+    if percentile_90 <= minimum:
+        return minimum
+    return 1 << (percentile_90 - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Compare a checkpoint's tokenizer with the data's: token ids must mean the same text in both."""
+"""Tokenizers of checkpoints and data: check that ids mean the same text in both, and choose the one to use."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ log = logging.getLogger(__name__)
 
 
 def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
-    """Raise DataError unless a checkpoint's tokenizer gives the shards' ids; pass if the checkpoint has no tokenizer.
+    """Raise DataError if the shards were built with a tokenizer that the checkpoint does not contain.
 
-    A checkpoint may contain its tokenizer in two forms, and the data may have been built with either.
+    A checkpoint may contain tokenizer.json and tokenizer.model; either may have built the data. Return early if it has
+    no tokenizer. Raise CheckpointError if its tokenizer files are damaged.
     """
+    # Equal files need no loading.
     if not has_tokenizer(checkpoint) or same_files(checkpoint, data.folder):
         return
     _check_whole(checkpoint)
-    known = fingerprints(checkpoint)
-    if data.manifest.tokenizer in known.values():
+    if data.manifest.tokenizer in fingerprints(checkpoint).values():
         return
     data_tokenizer, checkpoint_tokenizer = load_tokenizer(data.folder), load_tokenizer(checkpoint)
     raise DataError(
@@ -45,7 +46,7 @@ def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
 
 
 def check_named_tokenizer(tokenizer: Tokenizer, data: ShardSet) -> None:
-    """Raise DataError unless the data was built with this tokenizer, which the user named for a folder without one."""
+    """Raise DataError unless the data was built with ``tokenizer``, which the user named by ``--tokenizer``."""
     if tokenizer.fingerprint != data.manifest.tokenizer:
         raise DataError(
             f"{data.folder} was built with a different tokenizer than {tokenizer.path}: ids would decode to "
@@ -55,7 +56,7 @@ def check_named_tokenizer(tokenizer: Tokenizer, data: ShardSet) -> None:
 
 
 def _check_whole(checkpoint: Path) -> None:
-    """Raise CheckpointError if a checkpoint's tokenizer files differ from those it was written with."""
+    """Raise CheckpointError if tokenizer files differ from the checkpoint's manifest; pass for a folder without one."""
     # Otherwise a flipped bit would look like another tokenizer, and the hint would be to rebuild the data.
     if not (checkpoint / MANIFEST).is_file():
         return
@@ -82,10 +83,10 @@ def check_same_data(data: ShardSet, validation: ShardSet) -> None:
 
 
 def uncompared_files(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the data's tokenizer files, to resume from a checkpoint without a tokenizer, and log a warning.
+    """Return the files for a run's new checkpoints if the one it starts from has no tokenizer; log warnings.
 
-    The checkpoint's generation_config.json is included, unless it is unreadable or its begin or end ids differ from the
-    tokenizer's.
+    These are the files of ``tokenizer``, the data's, and the checkpoint's generation_config.json, unless that file is
+    unreadable or its begin or end ids (BOS, EOS) differ from the tokenizer's.
     """
     log.warning(
         "%s has no tokenizer that longctx can read, so this check is skipped: the ids of %s must be the model's.",
@@ -113,7 +114,10 @@ def uncompared_files(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, bytes]
 
 
 def _is_same_tokenizer(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bool:
-    """Return True if these files give the same tokenizer; a run that saved another one could not be resumed."""
+    """Return True if ``files`` load as a tokenizer with the same fingerprint.
+
+    A run that saved another one could not be resumed: ``check_same_tokenizer`` would refuse its data.
+    """
     try:
         return load_files(files, tokenizer.path).fingerprint == tokenizer.fingerprint
     except DataError:
@@ -122,9 +126,9 @@ def _is_same_tokenizer(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bool
 
 
 def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:
-    """Return the chosen tokenizer, or the checkpoint's own by default.
+    """Load the tokenizer at ``chosen``, or by default the one in the model's folder.
 
-    Raise CheckpointError if both are missing. Raise ConfigError if the chosen one differs from the checkpoint's.
+    Raise ConfigError if the folder has a tokenizer and ``chosen`` is another one, CheckpointError if there is neither.
     """
     if chosen is not None:
         tokenizer = load_tokenizer(chosen)
@@ -143,5 +147,8 @@ def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:
 
 
 def known_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """Return a decoder that skips ids beyond the tokenizer's vocabulary: the model's vocabulary may be padded."""
+    """Return a function that decodes ids and skips those beyond the tokenizer's vocabulary.
+
+    The model's vocabulary may be padded, and ``Tokenizer.decode`` raises DataError for padding ids.
+    """
     return lambda ids: tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])

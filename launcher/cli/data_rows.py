@@ -1,4 +1,4 @@
-"""The verbs ``data plan|sample``: a run's rows, before it starts."""
+"""The verbs ``data plan`` and ``data sample``: show the packed rows that a run reads, as statistics or as text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from launcher.cli.cli_output import Json, print_json, print_line, progress, tabl
 from launcher.wording import format_count
 from longctx.errors import ConfigError
 
-Kind = Literal["best_fit", "concatenate", "one_document"]
-
 if TYPE_CHECKING:
     from data_pipeline.mixture.mixed_order import MixtureEstimate
     from data_pipeline.rows.epoch_blocks import PackReport
     from data_pipeline.rows.row_preview import RowPreview
     from launcher.config.config_sections import RunConfig
     from launcher.config.resolve import TargetMachine
+
+# Equal to ``rows.pack.Kind``, and repeated here: tyro needs it at runtime, and the CLI imports data_pipeline (NumPy)
+# only in the verbs that use it.
+Kind = Literal["best_fit", "concatenate", "one_document"]
 
 
 def plan_rows(
@@ -32,11 +34,12 @@ def plan_rows(
     json: Json = False,
     settings: Annotated[tuple[str, ...], tyro.conf.Suppress] = (),
 ) -> None:
-    """Report a run's rows: padding, cuts, tokens by document length, and the work per data rank.
+    """Report a run's rows: padding, cuts, tokens by document length, and load balance between data ranks.
 
     Takes the config and flags of `train`. Reads lengths, not tokens. A rank's work is the model's FLOPs for its
-    documents. If the busiest rank exceeds the mean, the others wait for it in every step, or in every micro-batch with
-    zero.stage 2 or 3 and with experts on several data ranks. Shown for rows in their order, and with data.balance.
+    documents. The report compares the busiest rank with the mean, for rows in their order and with data.balance: the
+    other ranks wait for it in every step, or in every micro-batch with zero.stage 2 or 3 and with experts on several
+    data ranks.
 
     Args:
         config: The run's file, or a recipe name.
@@ -68,39 +71,37 @@ def plan_rows(
     data, micro_batches = run_config.data, run_config.micro_batches(world.ranks)
     open_folder = partial(ShardSet.open, verify=False, cache=data.cache)
     seed, packing, source_seq_len = run_config.run.seed, run_config.packing, data.source_seq_len
-    order_of = {"seed": seed, "packing": packing, "source_seq_len": source_seq_len}
-    folders, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
+    order_options = {"seed": seed, "packing": packing, "source_seq_len": source_seq_len}
+    folders, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_options)
     source_options = reader_options_for(folders, packing, data.seq_len, source_seq_len, seed=seed)
-    document_reader = RowReader(
+    row_reader = RowReader(
         documents_in(folders, order.fim_by_folder), data.seq_len, source_seq_len=source_seq_len, **source_options
     )
     cost = partial(training_flops, run_config.model.config())
-    # Depends on the resolved ZeRO stage.
+    # Read from the resolved config: it depends on the ZeRO stage, which may be "auto".
     sync_micro_batches = run_config.sync_micro_batches
     with progress(f"planning {data.train}"):
-        found = preview_rows(
+        preview = preview_rows(
             order,
-            document_reader,
+            row_reader,
             micro_batches,
             cost,
             documents=PLANNED_DOCUMENTS,
             sync_per_micro_batch=sync_micro_batches,
         )
     if json:
-        print_json(dataclasses.asdict(found))
+        print_json(dataclasses.asdict(preview))
         return
-    each = sum(micro_batches.sizes)
+    rows_per_rank = sum(micro_batches.sizes)
     print_line(
-        f"{run_config.data.train}: rows of {run_config.data.seq_len:,} tokens on "
-        f"{format_count(micro_batches.data_degree, 'data rank')}, {format_count(each, 'row')} per step on each\n"
+        f"{data.train}: rows of {data.seq_len:,} tokens on {format_count(micro_batches.data_degree, 'data rank')}, "
+        f"{format_count(rows_per_rank, 'row')} per step on each\n"
     )
-    print_line(table(["", ""], _lines(found, run_config.train.steps, sync_micro_batches=sync_micro_batches)))
-    print_line("\n" + table(["tokens per piece", "share of tokens"], _lengths(found)))
+    print_line(table(["", ""], _packing_rows(preview, run_config.train.steps, sync_micro_batches=sync_micro_batches)))
+    print_line("\n" + table(["tokens per piece", "share of tokens"], _length_rows(preview)))
     if isinstance(order, MixedOrder):
-        rows = run_config.train.steps * run_config.rows_per_step
-        print_line(
-            "\n" + table(["source", "tokens in the run", "passes"], _sources(order.estimate_usage(order.start(), rows)))
-        )
+        usage = order.estimate_usage(order.start(), run_config.train.steps * run_config.rows_per_step)
+        print_line("\n" + table(["source", "tokens in the run", "passes"], _source_rows(usage)))
 
 
 def sample(
@@ -118,22 +119,23 @@ def sample(
     source_seq_len: int = 0,
     output: Annotated[Path | None, arg(metavar="F.txt")] = None,
 ) -> None:
-    """Write a run's rows as text, in full, as the run reads them.
+    """Decode consecutive rows of a run and print their full text, each document below its name.
 
-    For a mixture, they are the rows of a run that used the file in its present form from the start.
+    Rows are the run's if the options below equal its config. A mixture file may have changed during a run: these are
+    the rows of a run that used its present form from the start.
 
     Args:
-        folder: Shard folder, or its URL (s3://, gs://); or a mixture's file.
+        folder: Shard folder, or its URL (s3://, gs://); or a mixture file.
         seq_len: Tokens per row.
         rows: Rows to print.
         first_row: First row, from 0; rows before it are planned, in about a second per million documents.
-        seed: run.seed of the run that reads it.
-        packing: Its data.packing.
-        min_rest_tokens: Its data.min_rest_tokens.
-        fim_rate: Its data.fim_rate.
-        fim_spm_rate: Its data.fim_spm_rate.
-        fim_segment_tokens: Its data.fim_segment_tokens.
-        source_seq_len: Its data.source_seq_len, for pairs.
+        seed: The run's run.seed.
+        packing: The run's data.packing.
+        min_rest_tokens: The run's data.min_rest_tokens.
+        fim_rate: The run's data.fim_rate.
+        fim_spm_rate: The run's data.fim_spm_rate.
+        fim_segment_tokens: The run's data.fim_segment_tokens.
+        source_seq_len: The run's data.source_seq_len, for pairs.
         output: File to write; default: standard output.
     """
     from data_pipeline.inspect import decode_rows
@@ -141,15 +143,16 @@ def sample(
     from data_pipeline.rows.pack import Packing
 
     rule = Packing(packing, min_rest_tokens, FimRule(fim_rate, fim_spm_rate, fim_segment_tokens))
-    which = {"rows": rows, "first_row": first_row, "seed": seed, "packing": rule}
-    sampled = decode_rows(folder, seq_len=seq_len, source_seq_len=source_seq_len, **which)
+    options = {"rows": rows, "first_row": first_row, "seed": seed, "packing": rule}
+    row_texts = decode_rows(folder, seq_len=seq_len, source_seq_len=source_seq_len, **options)
+    # One row at a time: each appears as soon as it is decoded, and memory holds a single row.
     if output is None:
-        for row in sampled:
-            print_line(row)
+        for row_text in row_texts:
+            print_line(row_text)
         return
     from longctx.files import write_atomically
 
-    text = "\n".join(sampled)
+    text = "\n".join(row_texts)
     write_atomically(output, text.encode())
     print_line(f"Written to {output}: {len(text):,} characters.")
 
@@ -169,15 +172,15 @@ def _machine(config: RunConfig, ranks: int) -> TargetMachine:
     return TargetMachine(ranks=ranks, device_type=device_type, native_bfloat16=True)
 
 
-def _lines(found: RowPreview, steps: int, *, sync_micro_batches: bool) -> list[list[str]]:
-    """Build table rows about packing cost and balance between ranks."""
-    packing, prefix = found.packing, ""
+def _packing_rows(preview: RowPreview, steps: int, *, sync_micro_batches: bool) -> list[list[str]]:
+    """Build table rows about packing cost and load balance between data ranks, for a run with ``steps`` steps."""
+    packing, prefix = preview.packing, ""
     if not packing.exact:
         prefix = "about "
     lines = [
         ["rows per epoch", f"{prefix}{packing.rows:,}"],
-        ["steps per epoch", f"{prefix}{found.steps_of_epoch:,.1f}"],
-        ["passes over the data", f"{prefix}{steps / max(found.steps_of_epoch, 1e-9):,.2f}"],
+        ["steps per epoch", f"{prefix}{preview.steps_of_epoch:,.1f}"],
+        ["passes over the data", f"{prefix}{steps / max(preview.steps_of_epoch, 1e-9):,.2f}"],
         ["padding", f"{prefix}{packing.padding_share:.2%}"],
     ]
     lines.extend([name, count] for name, count in left_out(packing).items())
@@ -185,7 +188,8 @@ def _lines(found: RowPreview, steps: int, *, sync_micro_batches: bool) -> list[l
     if sync_micro_batches:
         # With these settings ranks wait for each other in every micro-batch, not only once per step.
         label = "busiest rank per micro-batch"
-    for name, factors in (("in their order", found.work.in_order), ("data.balance", found.work.balanced)):
+    for name, factors in (("in their order", preview.work.in_order), ("data.balance", preview.work.balanced)):
+        # Empty if an epoch has fewer rows than one step.
         if factors:
             mean, most = statistics.fmean(factors), max(factors)
             lines.append([f"{label}, rows {name}", f"{mean:.3f} times the mean ({most:.3f} at most)"])
@@ -193,7 +197,7 @@ def _lines(found: RowPreview, steps: int, *, sync_micro_batches: bool) -> list[l
 
 
 def left_out(packing: PackReport) -> dict[str, str]:
-    """Count documents and tokens that rows truncate or omit, keyed by table row names."""
+    """Return counts of documents and tokens that rows cut or omit, formatted, by their label in a table."""
     prefix = ""
     if not packing.exact:
         prefix = "about "
@@ -205,17 +209,21 @@ def left_out(packing: PackReport) -> dict[str, str]:
     }
 
 
-def _sources(found: MixtureEstimate) -> list[list[str]]:
-    rows = [[source.name, f"{source.tokens:,.0f}", f"{source.epochs:.2f}"] for source in found.sources]
-    if found.missing_tokens >= 1:
-        rows.append(["(used up: missing)", f"{found.missing_tokens:,.0f}", ""])
+def _source_rows(usage: MixtureEstimate) -> list[list[str]]:
+    """Build table rows with the tokens and epochs that a run takes from each source."""
+    rows = [[source.name, f"{source.tokens:,.0f}", f"{source.epochs:.2f}"] for source in usage.sources]
+    # Estimates are floats: less than one token is rounding.
+    if usage.missing_tokens >= 1:
+        rows.append(["(used up: missing)", f"{usage.missing_tokens:,.0f}", ""])
     return rows
 
 
-def _lengths(found: RowPreview) -> list[list[str]]:
-    total = sum(found.piece_tokens.values())
+def _length_rows(preview: RowPreview) -> list[list[str]]:
+    """Build table rows with the share of tokens in pieces of each length; a piece is one document's tokens in a row."""
+    total = sum(preview.piece_tokens.values())
     rows = []
-    for name, tokens in found.piece_tokens.items():
-        least = 2 ** int(name.removeprefix("2^"))
-        rows.append([f"{least:,} to {2 * least - 1:,}", f"{tokens / total:.1%}"])
+    # Key 2^k covers lengths from 2^k to 2^(k+1) - 1 tokens.
+    for key, tokens in preview.piece_tokens.items():
+        shortest = 2 ** int(key.removeprefix("2^"))
+        rows.append([f"{shortest:,} to {2 * shortest - 1:,}", f"{tokens / total:.1%}"])
     return rows

@@ -1,4 +1,8 @@
-"""Comparison page: several runs, or several evaluations, side by side in one self-contained file."""
+"""Comparison page, one self-contained HTML file: ``write_comparison`` for runs, ``write_evaluations`` for evaluations.
+
+Several runs: key metrics, losses over tokens, and the config keys that differ. Several evaluations: scores by length,
+and needle results as panels on one scale.
+"""
 
 from __future__ import annotations
 
@@ -36,88 +40,98 @@ from longctx.files import write_atomically
 COMPARISON_FILE = "comparison.html"
 
 RUN_COLORS = ("#3b82c4", "#e08a1e", "#3a9d6e", "#d1495b", "#8e6bbf", "#8a8f98", "#b5651d", "#17a2b8")
-"""Colours by run number; they repeat after the last one."""
-_SAME_TOKENS = 1.005
-"""Maximum ratio between runs' bytes per token at which tokenizers count as equal: texts may differ a little."""
-_PATHS = ("run.output_dir",)
+"""Line colours in the order of runs; they repeat after the last one."""
+_SAME_TOKENIZER_RATIO = 1.005
+"""Runs whose bytes per token differ by at most this ratio count as having one tokenizer: validation texts may differ a
+little."""
+_IGNORED_KEYS = ("run.output_dir",)
 """Config keys that differ between any two runs."""
 
 
 def write_comparison(folders: Sequence[Path], output: Path | str | None = None) -> Path:
-    """Write a comparison of these run folders and return its path, by default ``comparison.html`` here.
+    """Write a page that compares these run folders, and return its path.
 
-    Raise ConfigError if a folder is named twice, DataError if a folder is not a run folder.
+    ``output`` is a file, or a folder for ``comparison.html``; by default that file in the working folder. Raise
+    ConfigError if a folder is listed twice, DataError if a folder is not a run folder.
     """
     names = distinct_names(folders)
     runs = [load_run(folder) for folder in folders]
     return _write(names, "run", comparison_sections(runs, names), output)
 
 
-def _write(names: Sequence[str], unit: str, parts: Sequence[Section], output: Path | str | None) -> Path:
-    state, source = format_count(len(names), unit), f"the {unit}s' folders"
+def _write(names: Sequence[str], unit: str, sections: Sequence[Section], output: Path | str | None) -> Path:
+    """Render and write the page; ``unit`` is "run" or "evaluation"."""
+    title, subtitle, source = " · ".join(names), format_count(len(names), unit), f"the {unit}s' folders"
     page = Path(output or COMPARISON_FILE)
-    return write_page(lambda: render_page(" · ".join(names), state, parts, source=source), page, COMPARISON_FILE)
+    return write_page(lambda: render_page(title, subtitle, sections, source=source), page, COMPARISON_FILE)
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Return folder names with as many parents as needed to distinguish them.
+    """Return a name per folder: its last path components, for all folders as many as are needed to distinguish them.
 
-    Raise ConfigError if a folder is named twice.
+    Raise ConfigError if a folder is listed twice.
     """
     folders = [folder.resolve() for folder in folders]
     duplicates = [folder for folder in folders if folders.count(folder) > 1]
     if duplicates:
         raise ConfigError(f"{duplicates[0]} is named twice. Name each folder once.")
-    length, names = 0, list[str]()
+    # Ends at the latest with full paths, which differ.
+    num_parts = 0
+    names: list[str] = []
     while len(set(names)) < len(folders):
-        length += 1
-        names = ["/".join(folder.parts[-length:]) for folder in folders]
+        num_parts += 1
+        names = ["/".join(folder.parts[-num_parts:]) for folder in folders]
     return names
 
 
 def comparison_sections(runs: Sequence[RunData], names: Sequence[str]) -> list[Section]:
-    """Return sections for key metrics, losses over tokens, and config keys that differ."""
-    caption = "No step has been logged yet."
-    scales = bits_of_nats(runs)
-    plot = plot_run_losses(runs, names, scales)
-    if plot is not None:
-        caption = "Lines are training losses, smoothed; dots are validations."
+    """Return sections for key metrics, losses over tokens, any losses by position, and config keys that differ."""
+    sections = [Section(title="Side by side", caption="", table=metric_table(runs, names))]
+
     # Losses per token do not compare across tokenizers; losses per byte do.
-    if plot is not None and scales is not None:
+    factors = bits_of_nats(runs)
+    loss_plot = plot_run_losses(runs, names, factors)
+    caption = "No step has been logged yet."
+    if loss_plot is not None:
+        caption = "Lines are training losses, smoothed; dots are validations."
+    if loss_plot is not None and factors is not None:
         caption += " In bits per byte of validation text, because the runs' tokenizers differ."
-    positions = []
-    if (by_position := plot_position_losses(runs, names)) is not None:
-        of_last = "Each run's last validation, in nats per token of its own tokenizer."
-        positions.append(Section(title="Loss by position", caption=of_last, plot=by_position))
+    sections.append(Section(title="Loss", caption=caption, plot=loss_plot))
+
+    position_plot = plot_position_losses(runs, names)
+    if position_plot is not None:
+        caption = "Each run's last validation, in nats per token of its own tokenizer."
+        sections.append(Section(title="Loss by position", caption=caption, plot=position_plot))
+
     rows = differences(runs)
-    caption_diff = "Config keys that differ; – if a run lacks one."
+    caption = "Config keys that differ; – if a run lacks one."
     if not rows:
-        caption_diff = "The configs are identical, except for the folders."
-    return [
-        Section(title="Side by side", caption="", table=metric_table(runs, names)),
-        Section(title="Loss", caption=caption, plot=plot),
-        *positions,
-        Section(title="What differs", caption=caption_diff, table=Table(column_names=("Key", *names), rows=rows)),
-    ]
+        caption = "The configs are identical, except for the output folders."
+    table = Table(column_names=("Key", *names), rows=rows)
+    sections.append(Section(title="What differs", caption=caption, table=table))
+    return sections
 
 
 def metric_table(runs: Sequence[RunData], names: Sequence[str]) -> Table:
-    """Return a table with one key metric per row; – if a run lacks it."""
+    """Return a table with one column per run, and rows for its state and each key metric; – if a run lacks it."""
     by_run = [{metric.label: metric.value for metric in key_metrics(run)} for run in runs]
-    # Keep a report's order; a run may have metrics that another lacks.
-    labels = list(dict.fromkeys(label for found in by_run for label in found))
+    # The order is that of a single run's report; a run may have metrics that another lacks.
+    labels = list(dict.fromkeys(label for metrics in by_run for label in metrics))
     rows = [("State", *(state(run) for run in runs))]
-    rows += [(label, *(found.get(label, "–") for found in by_run)) for label in labels]
+    rows += [(label, *(metrics.get(label, "–") for metrics in by_run)) for label in labels]
     return Table(column_names=("", *names), rows=rows)
 
 
 def differences(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
-    """Return config keys with different values across runs, and their values."""
+    """Return a row per config key whose value is not the same in all runs: the dotted key, then each run's value.
+
+    – marks a config without the key.
+    """
     configs = [dict(_flatten(run.config)) for run in runs]
     rows: list[tuple[str, ...]] = []
     for key in dict.fromkeys(key for config in configs for key in config):
         values = [_plain(config[key]) if key in config else "–" for config in configs]
-        if key not in _PATHS and len(set(values)) > 1:
+        if key not in _IGNORED_KEYS and len(set(values)) > 1:
             rows.append((key, *values))
     return rows
 
@@ -126,24 +140,25 @@ def differences(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
 def plot_run_losses(
     runs: Sequence[RunData], names: Sequence[str], scales: Sequence[float] | None = None
 ) -> Markup | None:
-    """Draw smoothed training losses and validation losses over tokens; None without losses.
+    """Draw smoothed training losses and validation losses over tokens; None if no run has a finite loss.
 
-    ``scales`` converts each run's nats per token to bits per byte.
+    ``scales`` has each run's factor from nats per token to bits per byte (``bits_of_nats``); None draws nats per token.
     """
     fig, (axes,) = new_fig(1, height=3.9)
     plotted, factors = [], scales or [1.0] * len(runs)
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         color, label = RUN_COLORS[number % len(RUN_COLORS)], name
-        for records, style in ((run.train, "-"), (run.validation_records, "o--")):
+        for records, style, is_train in ((run.train, "-", True), (run.validation_records, "o--", False)):
             loss = Series.of(records, "loss")
             if not loss.drawable:
                 continue
             plotted.append(loss)
             # Smooth before thinning: the running mean needs every step.
-            if style == "-":
+            if is_train:
                 loss = loss.smoothed().thinned()
-            points = _over_tokens(run, loss)
-            axes.plot(points.steps, factors[number] * points.values, style, color=color, markersize=4, label=label)
+            # Over tokens, not steps: runs may have different batch sizes.
+            loss = _over_tokens(run, loss)
+            axes.plot(loss.steps, factors[number] * loss.values, style, color=color, markersize=4, label=label)
             # One legend entry per run.
             label = None
     if not plotted:
@@ -158,22 +173,25 @@ def plot_run_losses(
 
 
 def bits_of_nats(runs: Sequence[RunData]) -> list[float] | None:
-    """Return each run's factor from nats per token to bits per byte; None if all are equal or one is unknown."""
-    found = []
+    """Return each run's factor from nats per token to bits per byte, to compare losses across tokenizers.
+
+    None if nats per token compare already, because all factors are equal, or if a factor is unknown.
+    """
+    factors = []
     for run in runs:
         # Loss and bits per byte are the same quantity in two units, so their ratio is the factor.
         known = [r for r in run.validation_records if r.get("bits_per_byte") and r["loss"]]
         if not known:
             return None
-        found.append(known[-1]["bits_per_byte"] / known[-1]["loss"])
-    if max(found) <= _SAME_TOKENS * min(found):
+        factors.append(known[-1]["bits_per_byte"] / known[-1]["loss"])
+    if max(factors) <= _SAME_TOKENIZER_RATIO * min(factors):
         return None
-    return found
+    return factors
 
 
 @styled
 def plot_position_losses(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
-    """Draw loss by position from each run's last validation; None if no run has it."""
+    """Draw loss by document position from each run's last validation, in nats per token; None if no run has it."""
     fig, (axes,) = new_fig(1, height=3.4)
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         if run.validation_records and run.validation_records[-1].get("loss_by_position"):
@@ -190,7 +208,7 @@ def plot_position_losses(runs: Sequence[RunData], names: Sequence[str]) -> Marku
 
 
 def _over_tokens(run: RunData, series: Series) -> Series:
-    """Resample a series from the run's steps to its tokens; empty if no record has tokens."""
+    """Return the series with tokens consumed in place of ``steps``, interpolated; empty if no record has tokens."""
     known = Series.of(run.train, "tokens")
     if not known.drawable:
         return Series(steps=np.empty(0), values=np.empty(0))
@@ -228,10 +246,11 @@ def is_evaluation(folder: Path) -> bool:
 
 
 def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Path:
-    """Write a comparison of these evaluations and return its path, by default ``comparison.html`` here.
+    """Write a page that compares these evaluation folders, and return its path, by default ``comparison.html`` here.
 
-    Plots and their data are also written as files next to it. Raise ConfigError if a folder is named twice, or if the
-    evaluations have no task with depth in common; DataError if a folder is not an evaluation.
+    Each task's plot and data are also written next to it, as ``comparison_TASK.svg`` and ``.csv``. Raise ConfigError if
+    a folder is listed twice, or if the evaluations have no task with depth in common; DataError if a folder is not an
+    evaluation.
     """
     names = distinct_names(folders)
     evaluations = [load_evaluation(folder) for folder in folders]
@@ -239,28 +258,27 @@ def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Pa
     if not tasks:
         raise ConfigError(f"{', '.join(names)} have no common task with depths, so there is nothing to plot.")
     page = Path(output or COMPARISON_FILE)
-    # Scores first: a task without depth has no plot.
-    parts = [_score_section(evaluations, names)]
+    # Start with scores by length, which include tasks without depth: these have no plot.
+    sections = [_score_section(evaluations, names)]
     for task in tasks:
-        rows = panel_rows(evaluations, names, task)
         plot = _needle_plot(evaluations, names, task)
         # Separate files: a plot may be shared without its page.
         plot_file = page.with_name(f"{page.stem}_{task}.svg")
         write_atomically(plot_file, standalone(plot).encode())
-        write_csv(plot_file.with_suffix(".csv"), rows)
+        write_csv(plot_file.with_suffix(".csv"), panel_rows(evaluations, names, task))
         caption = "The scale is fixed from 0 to 1; n is the sample count; untested cells are blank."
-        parts.append(Section(title=f"{task} by length and depth", caption=caption, plot=Markup(plot)))
-    return _write(names, "evaluation", parts, output)
+        sections.append(Section(title=f"{task} by length and depth", caption=caption, plot=Markup(plot)))
+    return _write(names, "evaluation", sections, output)
 
 
 def common_tasks(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Return tasks with depth that all evaluations have in common."""
+    """Return the tasks that all evaluations score by depth, in the first one's order."""
     first, *others = [tasks_with_depth(evaluation) for evaluation in evaluations]
     return [task for task in first if all(task in tasks for tasks in others)]
 
 
 def panel_rows(evaluations: Sequence[Evaluation], names: Sequence[str], task: str) -> Rows:
-    """Return the data for a task's panels, each row with its evaluation's name."""
+    """Return the data in a task's plot: one row per evaluation, length and depth."""
     return [
         {"evaluation": name, **row}
         for evaluation, name in zip(evaluations, names, strict=True)
@@ -269,26 +287,28 @@ def panel_rows(evaluations: Sequence[Evaluation], names: Sequence[str], task: st
 
 
 def _needle_plot(evaluations: Sequence[Evaluation], names: Sequence[str], task: str) -> str:
+    """Draw a task's scores by length and depth, one panel per evaluation; return the SVG."""
     subplots = [(name, depth_rows(evaluation, task)) for name, evaluation in zip(names, evaluations, strict=True)]
     lengths = sorted({row["length"] for _, rows in subplots for row in rows})
     # One caption line per evaluation: models, dates and sample counts may all differ.
-    parts = []
+    lines = []
     for evaluation, (name, rows) in zip(evaluations, subplots, strict=True):
         count = format_count(sum(row["n"] for row in rows), "sample")
-        parts.append(f"{name}: {evaluation.caption}, n = {count}")
-    caption = f"{task} · lengths {lengths[0]:,} to {lengths[-1]:,}\n" + "\n".join(parts)
+        lines.append(f"{name}: {evaluation.caption}, n = {count}")
+    caption = f"{task} · lengths {lengths[0]:,} to {lengths[-1]:,}\n" + "\n".join(lines)
     return plot_needle_scores(subplots, caption, re.sub(r"[^A-Za-z0-9]", "-", f"panels-{task}"))
 
 
 def _score_section(evaluations: Sequence[Evaluation], names: Sequence[str]) -> Section:
-    """Return a table with one row per task and evaluation, and one column per length."""
-    found = [score_rows(evaluation) for evaluation in evaluations]
-    lengths = sorted({row["length"] for rows in found for row in rows})
-    tasks = list(dict.fromkeys(row["task"] for rows in found for row in rows))
-    lines = []
+    """Return mean scores: one row per task and evaluation, one column per length in tokens; – if not tested."""
+    scores = [score_rows(evaluation) for evaluation in evaluations]
+    lengths = sorted({row["length"] for rows in scores for row in rows})
+    tasks = list(dict.fromkeys(row["task"] for rows in scores for row in rows))
+    table_rows = []
     for task in tasks:
-        for name, rows in zip(names, found, strict=True):
+        for name, rows in zip(names, scores, strict=True):
             cells = {row["length"]: f"{row['mean']:.3f}, n={row['n']}" for row in rows if row["task"] == task}
-            lines.append((task, name, *(cells.get(length, "–") for length in lengths)))
+            table_rows.append((task, name, *(cells.get(length, "–") for length in lengths)))
     column_names = ("Task", "Evaluation", *(f"{length:,}" for length in lengths))
-    return Section(title="Scores by length", caption="Mean score.", table=Table(column_names=column_names, rows=lines))
+    table = Table(column_names=column_names, rows=table_rows)
+    return Section(title="Scores by length", caption="Mean score.", table=table)

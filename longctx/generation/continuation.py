@@ -1,4 +1,4 @@
-"""Continuation: a prompt's new tokens so far, the choice of the next one, and the stopping rule.
+"""Generation options, and ``Continuation``: one prompt's new tokens, the choice of the next one, and the stopping rule.
 
 Axes: V vocabulary.
 """
@@ -18,13 +18,17 @@ from longctx.generation.sampling import Greedy, Sampling
 from longctx.generation.stop_strings import StopStrings
 from longctx.model.decoder import Decoder
 
-_MOST_EXPECTED = 256
-"""Maximum new tokens to reserve cache memory for with the prompt; longer answers copy the keys now and then."""
+_MAX_RESERVED_TOKENS = 256
+"""Maximum new tokens to reserve cache memory for together with the prompt's.
+
+Most continuations end before ``max_new_tokens``, so reserving for all of them would waste memory. Longer ones grow the
+cache, which copies its keys and values each time.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """Options for continuing prompts."""
+    """Options for continuing prompts, the same for every prompt in a batch."""
 
     max_new_tokens: int
     """Maximum tokens to add."""
@@ -32,31 +36,34 @@ class GenerationOptions:
     penalties: Penalties = field(default_factory=Penalties)
     """Applied before the strategy sees the logits."""
     stop_ids: Collection[int] = ()
-    """Ids that end a continuation; the id itself is included."""
+    """Token ids that end a continuation, usually EOS; the id itself is included."""
     stop_strings: StopStrings | None = None
     """Texts that end a continuation with the token that completes them."""
     chunk_tokens: int = CHUNK_TOKENS
-    """Approximate prompt tokens per forward pass."""
+    """Approximate prompt tokens per forward pass (chunked prefill), over all processes."""
 
     @property
     def num_caches(self) -> int:
-        """Caches needed per prompt."""
+        """KV caches needed per prompt: one per beam."""
         if isinstance(self.strategy, Beams):
             return self.strategy.num_beams
         return 1
 
     @property
     def expected_tokens(self) -> int:
-        """New tokens to reserve cache space for from the start; the last one is never stored."""
-        return min(max(self.max_new_tokens - 1, 0), _MOST_EXPECTED)
+        """New tokens to reserve cache memory for; the last one is never fed back, so it stores no keys."""
+        return min(max(self.max_new_tokens - 1, 0), _MAX_RESERVED_TOKENS)
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most probable token is always chosen, independent of earlier tokens."""
+        """True if every token is the plain argmax, so that one argmax serves a batch: greedy without penalties."""
         return isinstance(self.strategy, Greedy) and self.penalties == Penalties()
 
     def check(self, model: Decoder, prompt_ids: Sequence[int], source_ids: Sequence[int] | None = None) -> None:
-        """Raise ConfigError for a model that cannot continue text, an empty or invalid prompt, or invalid numbers."""
+        """Raise ConfigError if the model cannot continue text, or if the options, prompt or source are invalid.
+
+        ``source_ids`` is the encoder's input; None for a model without an encoder.
+        """
         check_chunk_tokens(self.chunk_tokens)
         if not model.config.causal:
             raise ConfigError(
@@ -79,42 +86,28 @@ class GenerationOptions:
         _check_ids(model, prompt_ids, "prompt")
 
     def ends(self, prompt_ids: Sequence[int]) -> Callable[[int], bool]:
-        """Return a function that takes a continuation's tokens in turn and returns True for the last one."""
+        """Return a function that takes a continuation's tokens in turn and returns True for one that ends it.
+
+        It checks stop ids and stop strings; the caller counts tokens against ``max_new_tokens``.
+        """
         # The function keeps the text so far, so each continuation needs its own.
-        has_stop_string = None
+        completes_stop_string = None
         if self.stop_strings is not None:
-            has_stop_string = self.stop_strings.start(prompt_ids)
+            completes_stop_string = self.stop_strings.start(prompt_ids)
 
         def is_last(token: int) -> bool:
             if token in self.stop_ids:
                 return True
-            return has_stop_string is not None and has_stop_string(token)
+            return completes_stop_string is not None and completes_stop_string(token)
 
         return is_last
 
 
-def _check_source(model: Decoder, source_ids: Sequence[int]) -> None:
-    """Raise ConfigError for a source that the encoder cannot read."""
-    if len(source_ids) == 0:
-        raise ConfigError("the source is empty: the encoder needs at least one token.")
-    most = model.config.max_positions
-    if model.config.position == "learned" and len(source_ids) > most:
-        raise ConfigError(
-            f"a source of {len(source_ids)} tokens exceeds the model's position table (model.max_positions="
-            f"{most}). Shorten it to {most}."
-        )
-    _check_ids(model, source_ids, "source")
-
-
-def _check_ids(model: Decoder, ids: Sequence[int], side: str) -> None:
-    vocab_size = model.config.vocab_size
-    invalid_ids = [token for token in ids if not 0 <= token < vocab_size]
-    if invalid_ids:
-        raise ConfigError(f"{side} id {invalid_ids[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
-
-
 class Continuation:
-    """Continuation chosen token by token."""
+    """One prompt's continuation, extended token by token.
+
+    Choosing and adding are separate calls: if processes share the sequence, one of them chooses and all add its token.
+    """
 
     def __init__(self, request: GenerationOptions, prompt_ids: Sequence[int]) -> None:
         assert not isinstance(request.strategy, Beams), "beam search chooses several tokens per step"
@@ -128,14 +121,40 @@ class Continuation:
 
     @property
     def is_finished(self) -> bool:
-        """True if no token follows."""
+        """True after a stop id, a stop string, or ``max_new_tokens`` tokens."""
         return self._is_stopped or len(self.ids) >= self._max_new_tokens
 
     def choose(self, logits_V: Tensor) -> int:
-        """Return the next token, given its logits in fp32; call once per token, because it may use random numbers."""
+        """Return the next token's id, given its logits [V] in fp32.
+
+        Call it once per token, because sampling advances a random generator.
+        """
         return self._choose(self._apply_penalties(logits_V, self.ids))
 
     def add(self, token: int) -> None:
-        """Add the chosen token."""
+        """Append the chosen token, and check if it ends the continuation."""
         self.ids.append(token)
         self._is_stopped = self._is_last(token)
+
+
+def _check_source(model: Decoder, source_ids: Sequence[int]) -> None:
+    """Raise ConfigError for a source that the encoder cannot read."""
+    if len(source_ids) == 0:
+        raise ConfigError("the source is empty: the encoder needs at least one token.")
+    max_positions = model.config.max_positions
+    # Checked before the encoder runs: the model's own check (``plans.check_learned``) advises on training documents.
+    if model.config.position == "learned" and len(source_ids) > max_positions:
+        raise ConfigError(
+            f"a source of {len(source_ids)} tokens exceeds the model's position table (model.max_positions="
+            f"{max_positions}). Shorten it to {max_positions}."
+        )
+    _check_ids(model, source_ids, "source")
+
+
+def _check_ids(model: Decoder, ids: Sequence[int], side: str) -> None:
+    """Raise ConfigError for ids outside the vocabulary; ``side`` is "prompt" or "source", for the message."""
+    # An embedding lookup on a GPU would fail later, with a device-side assertion that names no id.
+    vocab_size = model.config.vocab_size
+    invalid_ids = [token for token in ids if not 0 <= token < vocab_size]
+    if invalid_ids:
+        raise ConfigError(f"{side} id {invalid_ids[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")

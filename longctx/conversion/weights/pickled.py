@@ -1,4 +1,4 @@
-"""Pickled weights (``.bin``, ``.pt``): read as tensors, never executed."""
+"""``torch.save`` weights (``.bin``, ``.pt``, ``.pth``): only tensors are unpickled, so no code in a file runs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from longctx.errors import CheckpointError
 from longctx.storage.safetensors import DTYPES
 
 MAPPED_BYTES = 64 * 2**20
-"""Bytes to read before the file is mapped again: pages that were read stay resident as long as the mapping."""
+"""Bytes to read through one mapping before the file is mapped again.
+
+Pages that were read count as resident memory until their mapping is closed.
+"""
 
 
 class PickledFile:
-    """Tensors in one ``torch.save`` file by name; they stay on disk until requested.
+    """Tensors in one ``torch.save`` file by name; the file is memory-mapped, and a tensor is read on request.
 
-    Tensors that share storage (tied weights) are read one by one, each into its own memory.
+    Tensors that share storage (tied weights) are read one by one, each into its own memory. Raise CheckpointError,
+    naming the file, unless it is a dict of dense CPU tensors and contains all their storages.
     """
 
     def __init__(self, path: Path, *, mapped_bytes: int = MAPPED_BYTES) -> None:
+        """Map the file and check all entries without reading tensors; ``mapped_bytes`` as for ``MAPPED_BYTES``."""
         self.path = path
         self._mapped_bytes = mapped_bytes
         self._read_bytes = 0
@@ -47,7 +52,8 @@ class PickledFile:
         return dtype
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor, contiguous, in its own memory."""
+        """Return a contiguous copy of the tensor in its own memory; raise CheckpointError as ``dtype`` does."""
+        # Check the dtype before copying.
         self.dtype(name)
         if self._read_bytes > self._mapped_bytes:
             # Free the old mapping before making a new one.
@@ -61,12 +67,12 @@ class PickledFile:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    """Return the file's tensors, mapped; raise CheckpointError if it is not a plain dict of tensors."""
+    """Map the file and return its tensors by name; raise CheckpointError if it is not a plain dict of tensors."""
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path} cannot be read: it has 0 bytes.")
     try:
-        # weights_only=True interprets the pickle with a short list of constructors, all of them for tensors. A pickle
-        # that needs any other is rejected before any part of it runs.
+        # weights_only=True unpickles with torch's own interpreter. It calls only constructors on its allowlist, for
+        # tensors and plain containers, and rejects any other name without importing it.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         # A hostile file may raise any exception.
@@ -80,7 +86,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _check(path: Path, name: Any, value: Any) -> None:
-    """Raise CheckpointError unless an entry is a dense CPU tensor within its storage."""
+    """Raise CheckpointError unless an entry is a named, dense CPU tensor within its storage."""
     if not isinstance(name, str):
         raise CheckpointError(f"{path} has the tensor name {name!r}, which is not text.")
     if not isinstance(value, Tensor):
@@ -90,18 +96,21 @@ def _check(path: Path, name: Any, value: Any) -> None:
         )
     if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
         raise CheckpointError(f"{name} in {path} is {value.layout} on {value.device}; supported: dense, not quantised.")
-    # Sizes and strides come from the pickle, and a view beyond the storage would read other memory.
-    last = value.storage_offset() + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-    if value.numel() and (last + 1) * value.element_size() > value.untyped_storage().nbytes():
+    # Sizes and strides come from the pickle, and a view beyond the storage would read other memory. Offset and strides
+    # count elements.
+    steps = ((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    last_element = value.storage_offset() + sum(steps)
+    if value.numel() and (last_element + 1) * value.element_size() > value.untyped_storage().nbytes():
         raise CheckpointError(f"{name} in {path} reaches past the end of its storage.")
 
 
 def _check_records(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raise CheckpointError unless each storage has a record with its size in the file.
+    """Raise CheckpointError unless the zip archive has an uncompressed record of each storage's size.
 
     ``torch.load`` takes a mapped storage's size from the pickle: with a shorter record it would read into the next one.
     """
-    # Keyed by address, because tied tensors share one storage.
+    # Keyed by address, because tied tensors share one storage. A storage does not name its record, so compare how often
+    # each size occurs.
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values() if t.numel()}
     try:
         with zipfile.ZipFile(path) as archive:
@@ -109,15 +118,18 @@ def _check_records(path: Path, tensors: dict[str, Tensor]) -> None:
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     # A compressed record cannot be mapped.
-    whole = Counter(info.file_size for info in records if info.compress_type == zipfile.ZIP_STORED)
-    missing = Counter(storages.values()) - whole
+    mappable = Counter(info.file_size for info in records if info.compress_type == zipfile.ZIP_STORED)
+    missing = Counter(storages.values()) - mappable
     if missing:
-        raise CheckpointError(f"{path} is damaged: a tensor's record of {min(missing)} bytes is missing.")
+        raise CheckpointError(
+            f"{path} is damaged: a tensor needs an uncompressed record of {min(missing)} bytes, which is missing."
+        )
 
 
 def _rejection_message(path: Path, reason: str) -> str:
-    """Return torch's reason for rejecting a file, reworded."""
-    global_match = re.search(r"(?:GLOBAL|global) `?([\w.]+)", reason)
+    """Return our message for a file that ``torch.load`` rejected with the message ``reason``."""
+    # GLOBAL is the pickle opcode that imports a name.
+    global_match = re.search(r"GLOBAL ([\w.]+)", reason)
     if global_match:
         return (
             f"{path} is a pickle that imports {global_match[1]}; only tensors are loaded from pickles. "
@@ -125,10 +137,13 @@ def _rejection_message(path: Path, reason: str) -> str:
         )
     if "mmap can only be used" in reason:
         return (
-            f"{path} is in torch's format from before 1.6, which cannot be memory-mapped. Save it again:\n"
-            "torch.save(torch.load(FILE, weights_only=True), FILE)."
+            f"{path} is not a zip archive: it is damaged, or in torch's format from before 1.6, which cannot be "
+            "memory-mapped.\n"
+            "Save an intact one again: torch.save(torch.load(FILE, weights_only=True), FILE)."
         )
-    if not reason:
+    # torch puts hints around the actual message, including how to disable the safe reader: keep its first sentence.
+    detail = reason.rpartition("WeightsUnpickler error:")[2].strip()
+    if not detail:
         return f"{path} cannot be read as tensors: it is damaged."
-    # torch adds many lines of hints, including how to disable the safe reader.
-    return f"{path} cannot be read as tensors: {reason.splitlines()[0][:200]}."
+    sentence = detail.splitlines()[0].partition(". ")[0].removesuffix(".")
+    return f"{path} cannot be read as tensors: {sentence[:200]}."
