@@ -33,7 +33,7 @@ from benchmarks.start import make_shards
 from benchmarks.start_memory import PeakMemory, load_config
 
 RANKS = 4
-PRELOAD = ("launcher.training.setup", "launcher.checkpoint.saver", "deepspeed.module_inject")
+PRELOAD = ("launcher.training.setup", "launcher.checkpoint.background_saver", "deepspeed.module_inject")
 TINY = {
     "model.vocab_size": 1024,
     "model.hidden_size": 64,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.audit.again import tensors_in
 from parallel.audit.capture import OPERATORS
 from parallel.audit.operation_audit import CALLS
+from parallel.audit.repeated_call import tensors_in
 
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

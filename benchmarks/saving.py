@@ -37,8 +37,8 @@ from benchmarks.bounds import Bound, conclude, parse
 from benchmarks.ranks import return_freed_memory, run_ranks
 from benchmarks.start import make_shards
 from benchmarks.start_memory import PeakMemory, load_config
+from launcher.checkpoint.checkpoint_files import Contents, WrittenFile, commit, piece_key, write_pieces
 from launcher.checkpoint.names import folder_of, hidden_folder, make_empty
-from launcher.checkpoint.save import Contents, WrittenFile, commit, piece_key, write_pieces
 from longctx.checkpoint_format import ROLES, CheckpointReader
 from longctx.config import ModelConfig
 from longctx.files import sync_path
@@ -49,7 +49,7 @@ RANKS = 2
 GIB = 1 << 30
 VALUES = 4 << 20
 """Of each tensor: 16 MiB."""
-PRELOAD = ("launcher.training.setup", "launcher.checkpoint.saver", "deepspeed.module_inject")
+PRELOAD = ("launcher.training.setup", "launcher.checkpoint.background_saver", "deepspeed.module_inject")
 MODEL = {
     "model.vocab_size": 32_000,
     "model.hidden_size": 1024,

@@ -35,7 +35,7 @@ REPLICAS_EVERY = 20
 """Steps between two comparisons in the run that the share of a step is stated for."""
 MESSAGES, REPLICAS = 0.02, 0.005
 """The most that each may take of a step."""
-PRELOAD = ("launcher.training.setup", "launcher.checkpoint.saver", "deepspeed.module_inject")
+PRELOAD = ("launcher.training.setup", "launcher.checkpoint.background_saver", "deepspeed.module_inject")
 COMMON = {
     **{"model.vocab_size": 1024, "model.hidden_size": 512, "model.num_layers": 4, "model.num_heads": 8},
     **{"model.head_dim": 64, "model.num_kv_heads": 4, "model.ffn_size": 1376},

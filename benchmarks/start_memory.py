@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 RANKS = 2
 GIB = 1 << 30
-PRELOAD = ("launcher.training.setup", "launcher.checkpoint.saver", "deepspeed.module_inject")
+PRELOAD = ("launcher.training.setup", "launcher.checkpoint.background_saver", "deepspeed.module_inject")
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {
         "model.vocab_size": 32_000,
@@ -175,7 +175,7 @@ def start(data: Path, output: Path, settings: dict[str, Any], origin: dict[str, 
 
 def save(data: Path, output: Path, settings: dict[str, Any]) -> None:
     """Write a checkpoint with moments, of a run that has taken no step."""
-    from launcher.checkpoint.saver import Saver
+    from launcher.checkpoint.background_saver import Saver
     from launcher.training.setup import build_run
 
     logging.disable(logging.CRITICAL)

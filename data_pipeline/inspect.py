@@ -19,14 +19,14 @@ from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.epoch_blocks import BlockPlanner, PackReport
 from data_pipeline.rows.fim_documents import Documents
 from data_pipeline.rows.pack import BEST_FIT, Packing, Piece
-from data_pipeline.rows.packing_checks import check_no_pairs
+from data_pipeline.rows.packing_checks import check_mixture_sources
 from data_pipeline.rows.row_reader import documents_in
 from data_pipeline.shards.local_copies import LocalCopy, copies_folder, open_folder
 from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest
 from data_pipeline.shards.marked import marked_text, mask_of
-from data_pipeline.shards.packing import PACKED_FILE
 from data_pipeline.shards.problems import shard_problems
 from data_pipeline.shards.reader import Corpus, ShardSet, SourceSide, manifest_tokenizer
+from data_pipeline.shards.shard_compression import PACKED_FILE
 from data_pipeline.stores.urls import Location, locate
 from longctx.errors import ConfigError, DataError
 from longctx.files import convert_write_errors
@@ -137,7 +137,7 @@ def describe_mixture(path: str | Path) -> MixtureView:
     mixture = Mixture.load(path)
     folders = mixture.folders(Path(path).parent)
     manifests = [Manifest.load(folder) for folder in folders]
-    check_no_pairs(path, zip((source.name for source in mixture.sources), manifests, strict=True))
+    check_mixture_sources(path, zip((source.name for source in mixture.sources), manifests, strict=True))
     sources = [
         SourceView(
             name=source.name,
@@ -368,7 +368,7 @@ def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tupl
             return block, row - first
         first += num_rows
     if not first:
-        raise planner.no_row()
+        raise planner.no_rows_error()
     raise ConfigError(f"row={row} is out of range: this epoch has rows 0 to {first - 1} at seq_len={seq_len}.")
 
 

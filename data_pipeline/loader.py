@@ -25,7 +25,7 @@ from data_pipeline.rows.epoch_blocks import FirstRows, PackReport
 from data_pipeline.rows.micro_batches import MicroBatches, balanced
 from data_pipeline.rows.order import FolderOrder, RowOrder
 from data_pipeline.rows.pack import BEST_FIT, Packing, Row
-from data_pipeline.rows.packing_checks import check_no_pairs, check_one_folder
+from data_pipeline.rows.packing_checks import check_mixture_options, check_mixture_sources
 from data_pipeline.rows.row_batches import Place
 from data_pipeline.rows.row_reader import RowReader, documents_in, masking_of, reader_options_for
 from data_pipeline.rows.token_masking import Masking, MaskRule
@@ -40,15 +40,15 @@ Cost = Callable[..., int]
 """Function that returns a row's work, in any unit: called with its documents' lengths and, for pairs, its sources'
 lengths."""
 
-Open = Callable[[str | Location], ShardSet]
+OpenFolder = Callable[[str | Location], ShardSet]
 """Function that opens a shard folder; raises ``DataError`` if the folder cannot be read."""
 
-Rows = FirstRows | list[Row]
+IndexedRows = FirstRows | list[Row]
 """Validation rows, by row number."""
 
 
 def build_loader(
-    folder: str | Path | ShardSet,
+    data: str | Path | ShardSet,
     *,
     seq_len: int,
     rows_per_step: int,
@@ -63,7 +63,7 @@ def build_loader(
     mask: MaskRule | None = None,
     source_seq_len: int = 0,
     verify: bool = True,
-    open_folder: Open | None = None,
+    open_folder: OpenFolder | None = None,
 ) -> Loader:
     """Build an endless iterator over this data rank's micro-batches from a shard folder or a mixture file.
 
@@ -84,7 +84,7 @@ def build_loader(
     _check_rows_per_step(rows_per_step, data_degree=data_degree)
     open_folder = open_folder or _opener(verify=verify)
     order_options = {"seed": seed, "shuffle": shuffle, "packing": packing, "source_seq_len": source_seq_len}
-    folders, order = open_order(folder, seq_len, open_folder=open_folder, **order_options)
+    folders, order = open_order(data, seq_len, open_folder=open_folder, **order_options)
     return Loader(
         folders,
         order,
@@ -102,7 +102,7 @@ def build_loader(
 
 
 def build_validation_loader(
-    folder: str | Path | ShardSet,
+    data: str | Path | ShardSet,
     *,
     seq_len: int,
     max_rows: int | None = None,
@@ -111,7 +111,7 @@ def build_validation_loader(
     data_degree: int = 1,
     even: bool = False,
     verify: bool = True,
-    open_folder: Open | None = None,
+    open_folder: OpenFolder | None = None,
     held_out: bool = False,
     mask: MaskRule | None = None,
     source_seq_len: int = 0,
@@ -134,17 +134,19 @@ def build_validation_loader(
     sizes = {"micro_batch_rows": micro_batch_rows, "data_rank": data_rank, "data_degree": data_degree, "even": even}
     open_folder = open_folder or _opener(verify=verify)
     names: tuple[str, ...] = ()
-    if isinstance(folder, ShardSet) or not is_mixture(folder):
-        folders = (_open_shards(folder, open_folder),)
-        rows: Rows = FirstRows(folders[0], seq_len, max_rows=max_rows, source_seq_len=source_seq_len, packing=packing)
+    if isinstance(data, ShardSet) or not is_mixture(data):
+        folders = (_open_shards(data, open_folder),)
+        rows: IndexedRows = FirstRows(
+            folders[0], seq_len, max_rows=max_rows, source_seq_len=source_seq_len, packing=packing
+        )
     else:
-        check_one_folder(folder, packing.examples, source_seq_len)
+        check_mixture_options(data, packing.examples, source_seq_len)
         # Both mixtures lack stages and upsampling: validation losses must not depend on the training schedule.
         if held_out:
-            mixture = held_out_of(folder)
+            mixture = held_out_mixture(data)
         else:
-            mixture = Mixture.load(folder).to_validate()
-        folders, order = _open_mixture(mixture, Path(folder), seq_len, open_folder, shuffle=False)
+            mixture = Mixture.load(data).to_validate()
+        folders, order = _open_mixture(mixture, Path(data), seq_len, open_folder, shuffle=False)
         rows = order.first_rows(max_rows)
         names = tuple(source.name for source in mixture.sources)
     # Mask the same tokens in every run, whatever its seed, so that losses are comparable between runs.
@@ -162,7 +164,7 @@ def open_order(
     shuffle: bool = True,
     packing: Packing = BEST_FIT,
     source_seq_len: int = 0,
-    open_folder: Open = open_validated,
+    open_folder: OpenFolder = open_validated,
 ) -> tuple[tuple[ShardSet, ...], RowOrder]:
     """Open a run's shard folders and return them with their row order (``rows.order``), for planning without a loader.
 
@@ -173,11 +175,11 @@ def open_order(
     if isinstance(data, ShardSet) or not is_mixture(data):
         shards = _open_shards(data, open_folder)
         return (shards,), FolderOrder(shards, seq_len, source_seq_len=source_seq_len, **order_options)
-    check_one_folder(data, packing.examples, source_seq_len)
+    check_mixture_options(data, packing.examples, source_seq_len)
     return _open_mixture(Mixture.load(data), Path(data), seq_len, open_folder, **order_options)
 
 
-def held_out_of(path: str | Path) -> Mixture:
+def held_out_mixture(path: str | Path) -> Mixture:
     """Return a mixture file's validation mixture, over the documents held out from its sources.
 
     Sources without held-out documents are left out, so the result may have no sources.
@@ -186,23 +188,23 @@ def held_out_of(path: str | Path) -> Mixture:
 
 
 def _open_mixture(
-    mixture: Mixture, path: Path, seq_len: int, open_folder: Open, **options: Any
+    mixture: Mixture, path: Path, seq_len: int, open_folder: OpenFolder, **options: Any
 ) -> tuple[tuple[ShardSet, ...], MixedOrder]:
     folders = tuple(_open_shards(folder, open_folder) for folder in mixture.folders(path.parent))
     names = (source.name for source in mixture.sources)
-    check_no_pairs(path, zip(names, (shards.manifest for shards in folders), strict=True))
+    check_mixture_sources(path, zip(names, (shards.manifest for shards in folders), strict=True))
     return folders, MixedOrder(mixture, Corpus(folders), seq_len, path=path, **options)
 
 
 @dataclass(frozen=True)
-class Taken:
+class LocalMicroBatch:
     """One rank's share of a micro-batch, and what the full micro-batch contains."""
 
     share: CompactBatch
     """This rank's tokens, [1, t]: the micro-batch's rows are concatenated before they are sharded."""
     documents: PackedDocuments
     """Documents in the full micro-batch, without padding after its rows."""
-    rows: tuple[int, ...]
+    row_numbers: tuple[int, ...]
     """Number of each of the micro-batch's rows within the step, from 0, before balancing permutes them."""
     source_lengths: tuple[int, ...] = ()
     """Source tokens per document, for pairs; covers the full micro-batch."""
@@ -267,7 +269,7 @@ class Loader:
         self._advance()
         return batch.unpack()
 
-    def take(self, place: Place, place_source: Place | None = None) -> Taken:
+    def take(self, place: Place, place_source: Place | None = None) -> LocalMicroBatch:
         """Read this rank's share of the next micro-batch: the tokens that ``place`` selects.
 
         ``place_source`` selects its source tokens; None means ``place``. Reads only that share. The result is bitwise
@@ -278,7 +280,7 @@ class Loader:
         self._advance()
         return taken
 
-    def claim(self) -> Callable[..., Taken]:
+    def claim(self) -> Callable[..., LocalMicroBatch]:
         """Advance past the next micro-batch and return a thread-safe function that reads it.
 
         The function takes ``take``'s arguments and returns its result.
@@ -289,9 +291,11 @@ class Loader:
         self._advance()
         return partial(self._read, rows)
 
-    def _read(self, rows: Sequence[tuple[int, Row]], place: Place, place_source: Place | None = None) -> Taken:
+    def _read(
+        self, rows: Sequence[tuple[int, Row]], place: Place, place_source: Place | None = None
+    ) -> LocalMicroBatch:
         share, documents, source_lengths = self._reader.share([row for _, row in rows], place, place_source)
-        return Taken(share, documents, tuple(number for number, _ in rows), source_lengths)
+        return LocalMicroBatch(share, documents, tuple(number for number, _ in rows), source_lengths)
 
     @property
     def shards(self) -> ShardSet:
@@ -386,7 +390,7 @@ class ValidationLoader:
     def __init__(
         self,
         folders: Sequence[ShardSet],
-        rows: Rows,
+        rows: IndexedRows,
         *,
         seq_len: int,
         micro_batch_rows: int,
@@ -476,13 +480,13 @@ class ValidationLoader:
         return rows + [Row() for _ in range(len(own) - len(rows))]
 
 
-def _opener(*, verify: bool) -> Open:
+def _opener(*, verify: bool) -> OpenFolder:
     if verify:
         return open_validated
     return partial(ShardSet.open, verify=False)
 
 
-def _open_shards(folder: str | Location | ShardSet, open_folder: Open) -> ShardSet:
+def _open_shards(folder: str | Location | ShardSet, open_folder: OpenFolder) -> ShardSet:
     """Open a shard folder unless it is open already; raise ``DataError`` if it has no documents."""
     shards = folder
     if not isinstance(shards, ShardSet):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from longctx.mixing import mix64, mix64_array
+from longctx.integer_hash import mix64, mix64_array
 
 
 def key64(*parts: int) -> int:

@@ -20,7 +20,7 @@ from data_pipeline.loader import Loader, build_loader, open_order
 from data_pipeline.rows.micro_batches import MicroBatches, balanced
 from data_pipeline.rows.row_batches import Place, Share, lengths_of
 from data_pipeline.shards.reader import ShardSet, Side, shard_tokens
-from launcher.training.feed import StepFeed
+from launcher.training.step_prefetch import StepPrefetcher
 from longctx.batch import PackedDocuments
 from parallel.layout.sequence import SequenceLayout
 
@@ -144,7 +144,7 @@ def measure_waits(corpus: Path, seq_len: int = WAITED_TOKENS, steps: int = WAITE
     ``own`` leaves out how long the loader had no core, and the main thread none while it waited: other programs' time.
     """
     loader = build_loader(ShardSet.open(corpus / SHARDS), seq_len=seq_len, rows_per_step=1)
-    feed = StepFeed(loader, whole, num_steps=steps + 1, device=torch.device("cpu"))
+    feed = StepPrefetcher(loader, whole, num_steps=steps + 1, device=torch.device("cpu"))
     try:
         feed.next_step()
         waited, own = [], []

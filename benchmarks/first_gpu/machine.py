@@ -12,8 +12,8 @@ import torch
 from torch.cuda import nccl
 
 from benchmarks.first_gpu.checks import ROOT, Job, Sheet, one_line, run_step
-from launcher.measure.clock import RankTimer
 from launcher.measure.memory_benchmark import benchmark_memory
+from launcher.measure.rank_timer import RankTimer
 from launcher.measure.sizes import BY_NAME
 
 _LIBRARIES = ("torch", "triton", "deepspeed", "numpy", "pyarrow", "transformers", "psutil", "protobuf", "pytest")

@@ -33,7 +33,7 @@ from data_pipeline.prepare.publish import check_output_free, send, transfer_fold
 from data_pipeline.prepare.source_items import PAIRS, Progress
 from data_pipeline.prepare.sources import TextSource
 from data_pipeline.shards.manifest import MANIFEST_FILE, PARAGRAPHS, VALIDATION_FOLDER, Manifest, hash_json
-from data_pipeline.shards.packing import PACKED_FILE, PackedFolder
+from data_pipeline.shards.shard_compression import PACKED_FILE, CompressedFolder
 from data_pipeline.shards.shard_verification import open_validated
 from data_pipeline.shards.shard_writer import DEFAULT_SHARD_TOKENS
 from data_pipeline.stores.client import list_objects
@@ -394,7 +394,7 @@ def _verify_manifest(folder: Location) -> Manifest:
     stored_sizes = list_objects(folder)
     sizes = {entry.file: entry.bytes for entry in manifest.shards}
     if PACKED_FILE in stored_sizes:
-        sizes = {entry.file: entry.bytes for entry in PackedFolder.load(folder, manifest).shards}
+        sizes = {entry.file: entry.bytes for entry in CompressedFolder.load(folder, manifest).shards}
     for name, size in sizes.items():
         # Reading terabytes back would take as long as sending them.
         if stored_sizes.get(name) != size:

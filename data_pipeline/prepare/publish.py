@@ -19,7 +19,7 @@ from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.shards.block_checksum import checksum_file
 from data_pipeline.shards.file_states import cache_folder
 from data_pipeline.shards.manifest import LIST_OF_BEFORE, MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
-from data_pipeline.shards.packing import DEFAULT_LEVEL, LEVELS, PACKED_FILE, PackedFolder, pack_shard
+from data_pipeline.shards.shard_compression import DEFAULT_LEVEL, LEVELS, PACKED_FILE, CompressedFolder, compress_shard
 from data_pipeline.stores.client import list_objects, remove, upload
 from data_pipeline.stores.urls import ObjectPath, locate
 from longctx.errors import DataError
@@ -157,14 +157,14 @@ def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
             # Otherwise damage would be copied under new, valid checksums.
             if not path.is_file() or hash_file(path) != entry.xxh3_128:
                 raise DataError(f"{path} is missing or damaged. Run `longctx data verify {folder}` for details.")
-            packed.append(pack_shard(path, staging / split / f"{entry.file}.zst", level=level))
+            packed.append(compress_shard(path, staging / split / f"{entry.file}.zst", level=level))
             say(f"packed {split / entry.file} ({number} of {len(manifest.shards)})")
         names = [checksum_file(entry.file) for entry in manifest.shards if entry.sums]
         names += [path.name for path in (folder / split).iterdir() if is_tokenizer_file(path.name)]
         for name in (*names, LEFT_OUT_FILE, MANIFEST_FILE):
             if (folder / split / name).is_file():
                 shutil.copyfile(folder / split / name, staging / split / name)
-        packing = PackedFolder(manifest=manifest.hash, shards=packed)
+        packing = CompressedFolder(manifest=manifest.hash, shards=packed)
         (staging / split / PACKED_FILE).write_bytes(json.dumps(packing.to_json(), indent=2).encode() + b"\n")
         size += sum(entry.bytes for entry in packed)
     return size

@@ -101,7 +101,7 @@ class SourceReader:
                         self.note(problem)
                     continue
                 if item.is_fault and self._read_as.strict:
-                    raise DataError(fault(self._read_as.spec, item))
+                    raise DataError(strict_read_error(self._read_as.spec, item))
                 self.note(item)
             # Readers may stop before the end of a damaged file, so advance by the full size.
             passed += piece.size
@@ -115,7 +115,7 @@ class SourceReader:
             self._on_left_out(skip)
 
 
-def fault(spec: str, skip: Skip) -> str:
+def strict_read_error(spec: str, skip: Skip) -> str:
     """Return the error message for a strict read's first fault."""
     return (
         f"{spec}: {skip.name}: {skip.reason} ({skip.detail or 'strict reading'}).\n"

@@ -27,7 +27,7 @@ from data_pipeline.prepare.readers.plain_text import JSON_WITHOUT_SUFFIX
 from data_pipeline.prepare.readers.read_files import ACCESS_ERROR, check_file
 from data_pipeline.prepare.readers.records import NO_CONVERSATION, no_field_reason
 from data_pipeline.prepare.source_items import PAIRS, READABLE, Document, Fields, File, FilePiece, Skip, full_piece
-from data_pipeline.prepare.source_reader import ANY_LENGTH, Lengths, ReadAs, SourceReader, fault
+from data_pipeline.prepare.source_reader import ANY_LENGTH, Lengths, ReadAs, SourceReader, strict_read_error
 from data_pipeline.stores.client import list_names
 from data_pipeline.stores.urls import Location, ObjectPath, locate
 from longctx.errors import DataError
@@ -264,7 +264,7 @@ def open_source(
     left_out = listing.left_out + problems
     faults = [skip for skip in left_out if skip.is_fault]
     if strict and faults:
-        raise DataError(fault(str(spec), faults[0]))
+        raise DataError(strict_read_error(str(spec), faults[0]))
     _check_fields(str(spec), fields, files=files, candidates=candidates, problems=problems)
     _check_json_suffixes(str(spec), files=files, candidates=candidates, problems=problems)
     if not files:

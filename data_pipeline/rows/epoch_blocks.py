@@ -23,7 +23,7 @@ import numpy as np
 from data_pipeline.rows.examples import num_special_tokens
 from data_pipeline.rows.fim import Fim
 from data_pipeline.rows.pack import BEST_FIT, Packing, Parts, Row, RowPlan, Upsampling, copies_of, plan_parts
-from data_pipeline.rows.packing_checks import check_source_seq_len, no_row
+from data_pipeline.rows.packing_checks import check_source_seq_len, no_rows_error
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shuffle import Permutation
 from longctx.errors import ConfigError, DataError
@@ -275,10 +275,10 @@ class BlockPlanner:
             tokens, planned = self.num_blocks, blocks
         return report.scaled(Fraction(self.num_blocks, blocks), Fraction(tokens, planned), self._seq_len)
 
-    def no_row(self, alternative: str = "") -> ConfigError | DataError:
+    def no_rows_error(self, alternative: str = "") -> ConfigError | DataError:
         """Build the error for epochs without a row; ``alternative`` adds another remedy to its message."""
         blocks = (self.documents(0, block) for block in range(self.num_blocks))
-        return no_row(
+        return no_rows_error(
             self._shards,
             self._packing.examples,
             blocks,
@@ -371,7 +371,7 @@ class FirstRows:
         if max_rows is not None:
             self._num_rows = min(max_rows, self._num_rows)
         if not self._num_rows:
-            raise self._planner.no_row(", or validation.rows=0 for a run without validation")
+            raise self._planner.no_rows_error(", or validation.rows=0 for a run without validation")
 
     def __len__(self) -> int:
         """Return the number of rows."""

@@ -243,5 +243,5 @@ class FolderOrder:
         """
         report = self.planner.report(at.epoch, documents=documents)
         if not report.rows:
-            raise self.planner.no_row()
+            raise self.planner.no_rows_error()
         return report

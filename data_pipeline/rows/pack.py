@@ -18,7 +18,7 @@ from data_pipeline.rows.example_rule import ExampleRule
 from data_pipeline.rows.fim import FimRule
 from data_pipeline.shuffle import key64, shuffled
 from longctx.errors import ConfigError
-from longctx.mixing import mix64_array
+from longctx.integer_hash import mix64_array
 
 Piece = tuple[int, int, int]
 """Document, start token, end token (exclusive)."""

@@ -35,7 +35,7 @@ def check_source_seq_len(shards: ShardSet, source_seq_len: int) -> None:
         )
 
 
-def check_one_folder(mixture: str | Path, examples: ExampleRule | None, source_seq_len: int) -> None:
+def check_mixture_options(mixture: str | Path, examples: ExampleRule | None, source_seq_len: int) -> None:
     """Raise ConfigError if ``mixture``, a mixture file's path, is used for pairs or for examples made from texts."""
     # Rules for examples have a text of their own, in the plural: "pairs of segments (nsp)".
     if examples is not None:
@@ -50,7 +50,7 @@ def check_one_folder(mixture: str | Path, examples: ExampleRule | None, source_s
         )
 
 
-def check_no_pairs(mixture: str | Path, sources: Iterable[tuple[str, Manifest]]) -> None:
+def check_mixture_sources(mixture: str | Path, sources: Iterable[tuple[str, Manifest]]) -> None:
     """Raise ConfigError if a mixture's source contains pairs; ``sources`` are its names and manifests."""
     for name, manifest in sources:
         if manifest.has_sources:
@@ -60,7 +60,7 @@ def check_no_pairs(mixture: str | Path, sources: Iterable[tuple[str, Manifest]])
             )
 
 
-def no_row(
+def no_rows_error(
     shards: ShardSet,
     examples: ExampleRule | None,
     blocks: Iterable[np.ndarray],

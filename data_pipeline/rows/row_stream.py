@@ -88,7 +88,7 @@ class RowStream:
             if plan.num_rows:
                 empty = 0
             if empty > self.planner.num_blocks:
-                raise self.planner.no_row()
+                raise self.planner.no_rows_error()
             stop = min(plan.num_rows, at.block_row + count - len(rows))
             found, found_tokens = plan.rows(at.block_row, stop)
             for row in found:

@@ -23,7 +23,7 @@ from data_pipeline.rows.pack import Piece
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shuffle import key64
 from longctx.errors import ConfigError
-from longctx.mixing import mix64_array
+from longctx.integer_hash import mix64_array
 from longctx.tokenizer.word_starts import find_word_starts
 
 _NUM_SPECIAL_TOKENS = 3

@@ -19,7 +19,7 @@ import numpy as np
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shuffle import fall_below, key64
 from longctx.errors import ConfigError
-from longctx.mixing import mix64_array
+from longctx.integer_hash import mix64_array
 from longctx.tokenizer.word_starts import find_word_starts
 
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1

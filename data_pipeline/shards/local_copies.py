@@ -21,7 +21,7 @@ import zstandard
 from data_pipeline.shards.block_checksum import RECOVERY_HINT, checksum_file
 from data_pipeline.shards.file_states import cache_folder
 from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry
-from data_pipeline.shards.packing import PACKED_FILE, PackedFolder, PackedShard
+from data_pipeline.shards.shard_compression import PACKED_FILE, CompressedFolder, CompressedShard
 from data_pipeline.stores.client import list_names
 from data_pipeline.stores.urls import Location, ObjectPath, locate
 from longctx.errors import DataError
@@ -37,7 +37,7 @@ _MIN_FREE_BYTES = 1 << 28
 class LocalCopy:
     """Local copy of one folder; see ``open_folder``."""
 
-    def __init__(self, origin: Location, folder: Path, manifest: Manifest, packing: PackedFolder | None) -> None:
+    def __init__(self, origin: Location, folder: Path, manifest: Manifest, packing: CompressedFolder | None) -> None:
         self.origin, self.folder = origin, folder
         self._manifest, self._packing = manifest, packing
 
@@ -149,7 +149,7 @@ def open_folder(
         origin = origin.resolve()
     manifest = Manifest.load(origin)
     if (origin / PACKED_FILE).is_file():
-        packing = PackedFolder.load(origin, manifest)
+        packing = CompressedFolder.load(origin, manifest)
     home = copies_folder()
     if cache:
         home = Path(cache)
@@ -187,7 +187,7 @@ def has_folder(folder: str | Path | ObjectPath) -> bool:
     return (locate(folder) / MANIFEST_FILE).is_file()
 
 
-def extra_files(folder: Location, manifest: Manifest, packing: PackedFolder | None = None) -> list[str]:
+def extra_files(folder: Location, manifest: Manifest, packing: CompressedFolder | None = None) -> list[str]:
     """Return unlisted shards and checksum files in a folder, which are never read: a sign of two mixed folders."""
     known = {entry.file for entry in (manifest if packing is None else packing).shards}
     known |= {checksum_file(entry.file) for entry in manifest.shards if entry.sums}
@@ -230,7 +230,7 @@ def _missing_error(path: Location) -> DataError:
     return DataError(f"{path} is missing, though {MANIFEST_FILE} lists it. {RECOVERY_HINT}")
 
 
-def _blocks(raw: BinaryIO, packed: PackedShard | None, source: Location) -> Iterator[bytes]:
+def _blocks(raw: BinaryIO, packed: CompressedShard | None, source: Location) -> Iterator[bytes]:
     """Yield a shard's bytes; raise DataError if a packed file does not match its checksum."""
     if packed is None:
         while block := raw.read(_READ_BYTES):

@@ -88,7 +88,7 @@ COMMANDS = {
     "data plan": CliCommand(
         data_rows.plan_rows, ("--config quickstart", "--config run.toml --ranks 64"), accepts_settings=True
     ),
-    "data sample": CliCommand(data_rows.sample, ("runs/data --seq-len 4096 --rows 8 --output rows.txt",)),
+    "data sample": CliCommand(data_rows.sample_rows, ("runs/data --seq-len 4096 --rows 8 --output rows.txt",)),
     "data practice": CliCommand(
         practice_command.practice,
         (

@@ -24,7 +24,7 @@ from launcher.cli.cli_output import (
     table,
 )
 from launcher.cli.corpus import CorpusOptions, Duplicates, Workers, duplicate_lines, read_so_far, say_left_out
-from launcher.cli.data_rows import left_out
+from launcher.cli.data_rows import truncation_counts
 from launcher.cli.shared_options import RepeatedValues, flatten_values
 from launcher.cluster.exit import DONE, FAILED
 from launcher.wording import format_count
@@ -321,11 +321,11 @@ def pack_shards(
 
 def _leave_out(folder: str, shards: Sequence[str], *, is_alone: bool, json: bool) -> None:
     """Remove shards from a folder's manifest and print the consequences."""
-    from data_pipeline.prepare.without import leave_out
+    from data_pipeline.prepare.shard_removal import remove_shards
 
     if not is_alone:
         raise ConfigError("--without changes a built folder: give no other option except --output.")
-    found = leave_out(folder, shards)
+    found = remove_shards(folder, shards)
     if json:
         counts = {"documents": found.documents, "tokens": found.tokens}
         print_json({"folder": folder, "shards": found.shards, **counts, "manifest_hash": found.manifest.hash})
@@ -449,7 +449,7 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
             prefix, sample = "about ", f", estimated from {found.packing.planned_documents:,} documents"
         column["rows per epoch"] = f"{prefix}{found.packing.rows:,}{sample}"
         column["padding"] = f"{prefix}{100 * found.packing.padding_share:.2f}%"
-        column |= left_out(found.packing)
+        column |= truncation_counts(found.packing)
     for k in exponents:
         count = found.length_histogram.get(f"2^{k}", 0)
         column[f"documents of {2**k:,} to {2 ** (k + 1) - 1:,} tokens"] = str(count)

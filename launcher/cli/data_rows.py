@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Equal to ``rows.pack.Kind``, and repeated here: tyro needs it at runtime, and the CLI imports data_pipeline (NumPy)
 # only in the verbs that use it.
-Kind = Literal["best_fit", "concatenate", "one_document"]
+PackingKind = Literal["best_fit", "concatenate", "one_document"]
 
 
 def plan_rows(
@@ -104,14 +104,14 @@ def plan_rows(
         print_line("\n" + table(["source", "tokens in the run", "passes"], _source_rows(usage)))
 
 
-def sample(
+def sample_rows(
     folder: Annotated[Positional[str], arg(metavar="DIR")],
     *,
     seq_len: int,
     rows: int = 4,
     first_row: int = 0,
     seed: int = 0,
-    packing: Kind = "best_fit",
+    packing: PackingKind = "best_fit",
     min_rest_tokens: int = 1,
     fim_rate: float = 0.0,
     fim_spm_rate: float = 0.5,
@@ -183,7 +183,7 @@ def _packing_rows(preview: RowPreview, steps: int, *, sync_micro_batches: bool) 
         ["passes over the data", f"{prefix}{steps / max(preview.steps_of_epoch, 1e-9):,.2f}"],
         ["padding", f"{prefix}{packing.padding_share:.2%}"],
     ]
-    lines.extend([name, count] for name, count in left_out(packing).items())
+    lines.extend([name, count] for name, count in truncation_counts(packing).items())
     label = "busiest rank"
     if sync_micro_batches:
         # With these settings ranks wait for each other in every micro-batch, not only once per step.
@@ -196,7 +196,7 @@ def _packing_rows(preview: RowPreview, steps: int, *, sync_micro_batches: bool) 
     return lines
 
 
-def left_out(packing: PackReport) -> dict[str, str]:
+def truncation_counts(packing: PackReport) -> dict[str, str]:
     """Return counts of documents and tokens that rows cut or omit, formatted, by their label in a table."""
     prefix = ""
     if not packing.exact:

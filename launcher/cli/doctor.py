@@ -93,10 +93,10 @@ def _network(
 ) -> Network:
     """Check the network between the hosts that answer, or between one machine's GPUs."""
     from launcher.doctor.network.network_check import Network, check_hosts, check_this_machine
-    from launcher.doctor.network.network_results import skipped
+    from launcher.doctor.network.network_results import skipped_result
 
     if not wanted:
-        return Network(results=[skipped("--no-links")])
+        return Network(results=[skipped_result("--no-links")])
     if hostfile is not None and len(slots) > 1:
         with progress("checking the network between hosts"):
             return check_hosts(hosts, port=port, hostfile=hostfile, num_ranks=sum(slots.values()))

@@ -22,9 +22,9 @@ from longctx.errors import ConfigError, LongCtxError
 if TYPE_CHECKING:
     from array import array
 
-    from launcher.generation.generation_options import GenerateOptions
+    from launcher.generation.generation_options import GenerationCommandOptions
     from launcher.generation.generation_run import GenerationSession
-    from launcher.generation.talk import Talk
+    from launcher.generation.interactive_chat import InteractiveChat
     from longctx.generation.beams import Beams
     from longctx.generation.penalties import Penalties
     from longctx.generation.sampling import Greedy, Sampling
@@ -35,7 +35,7 @@ Strings = UseAppendAction[list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choosing:
+class SamplingFlags:
     """Token choice: greedy by default, sampling with one of the first five options, search with --beams."""
 
     temperature: float | None = None
@@ -124,7 +124,7 @@ def generate_text(
     chat: bool = False,
     chat_template: Literal["none", "auto"] = "none",
     system: str = "",
-    choosing: OmitArgPrefixes[Choosing],
+    choosing: OmitArgPrefixes[SamplingFlags],
     output: Annotated[Path | None, arg(metavar="F")] = None,
     max_sequences: int | None = None,
     tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER")] = None,
@@ -155,7 +155,7 @@ def generate_text(
         beyond_positions: Allow prompt and answer to exceed the model's positions.
         ranks: Device, memory, and ranks that deepspeed or torchrun starts.
     """
-    from launcher.generation.generation_options import GenerateOptions, PromptSource
+    from launcher.generation.generation_options import GenerationCommandOptions, PromptSource
     from launcher.generation.generation_run import session
     from parallel.runtime.launched import environment_rank
 
@@ -163,7 +163,7 @@ def generate_text(
         chat = _has_template(tokenizer or checkpoint)
         if environment_rank()[0] == 0:
             note("Prompts are rendered by the model's chat template." if chat else "The model has no chat template.")
-    options = GenerateOptions(
+    options = GenerationCommandOptions(
         checkpoint=checkpoint,
         prompts=PromptSource(text=prompt, file=prompt_file, lines=prompts_file, chat=chat, system=system),
         max_new_tokens=max_new_tokens,
@@ -192,7 +192,7 @@ def generate_text(
             _continue_one(current, options)
 
 
-def _follow(session: GenerationSession, options: GenerateOptions) -> None:
+def _follow(session: GenerationSession, options: GenerationCommandOptions) -> None:
     # Ranks other than 0 take part in the same collectives, so they must consume every token, or rank 0 would hang.
     session.load()
     if options.talks:
@@ -209,7 +209,7 @@ def _exhaust(work: Iterable[Any]) -> None:
         pass
 
 
-def _continue_one(session: GenerationSession, options: GenerateOptions) -> None:
+def _continue_one(session: GenerationSession, options: GenerationCommandOptions) -> None:
     started = time.monotonic()
     (prompt_ids,) = session.prompt_ids
     with _result_to(options.output) as write_out:
@@ -217,11 +217,11 @@ def _continue_one(session: GenerationSession, options: GenerateOptions) -> None:
     _summarise(written, session.stop_ids, time.monotonic() - started)
 
 
-def _talk(session: GenerationSession, options: GenerateOptions) -> None:
+def _talk(session: GenerationSession, options: GenerationCommandOptions) -> None:
     """Answer the lines on standard input, each in the context of earlier turns."""
-    from launcher.generation.talk import Talk
+    from launcher.generation.interactive_chat import InteractiveChat
 
-    talk, num_responses = Talk(options, session.model_source), 0
+    talk, num_responses = InteractiveChat(options, session.model_source), 0
     if sys.stdin.isatty():
         note("Type a message. Ctrl-D ends the chat.")
     with closing(talk), _result_to(options.output) as write_out:
@@ -236,7 +236,7 @@ def _talk(session: GenerationSession, options: GenerateOptions) -> None:
         note("No message: standard input is empty.")
 
 
-def _next_question(talk: Talk) -> array[int] | None:
+def _next_question(talk: InteractiveChat) -> array[int] | None:
     """Return the ids up to the reply to the next line, or None at the end of standard input.
 
     Raise LongCtxError if a line allows no reply; on a terminal, show the error and read another line instead.
@@ -286,7 +286,7 @@ def _write_text(
     return _Written(ids, "".join(parts), read_seconds)
 
 
-def _continue_all(session: GenerationSession, options: GenerateOptions) -> None:
+def _continue_all(session: GenerationSession, options: GenerationCommandOptions) -> None:
     """Write one JSON line per prompt, in order."""
     started, num_lines, num_tokens, num_unknown = time.monotonic(), 0, 0, 0
     prompts = session.prompts

@@ -109,7 +109,7 @@ def _estimate(run_config: RunConfig, world: World, document_tokens: int, hardwar
 
 
 def _longest(run: RunEstimate, requested: RunConfig) -> int:
-    from launcher.config.saved_activations import chunk_choices
+    from launcher.config.saved_activation_rules import chunk_choices
     from launcher.plan.estimate import max_row_tokens
 
     config = run.config

@@ -29,7 +29,7 @@ def report_runs(
     """
     if not folders:
         raise ConfigError("report needs a run folder: report DIR, or report DIR DIR to compare runs.")
-    from launcher.report.comparison import is_evaluation, write_comparison, write_evaluations
+    from launcher.report.comparison import is_evaluation, write_comparison, write_evaluation_comparison
 
     evaluations = [folder for folder in folders if is_evaluation(folder)]
     # Runs and evaluations share no metrics.
@@ -39,7 +39,7 @@ def report_runs(
         )
     if len(evaluations) > 1:
         with progress(f"comparing {format_count(len(folders), 'evaluation')}"):
-            path = write_evaluations(folders, output)
+            path = write_evaluation_comparison(folders, output)
     elif len(folders) == 1:
         from launcher.report.page import write_report
 

@@ -23,9 +23,9 @@ from parallel.runtime.launcher_processes import Launcher, find_launcher_chain, w
 from parallel.runtime.watch.current import active_watch, set_stop_text, stop_watch
 from parallel.runtime.watch.ending_signals import signal_text
 from parallel.runtime.watch.failure import Failure
-from parallel.runtime.watch.last_words import end_process, print_last_message, speak_where_typed
-from parallel.runtime.watch.member import Member, text_of
-from parallel.runtime.watch.member import log as watch_log
+from parallel.runtime.watch.last_message import end_process, print_last_message, use_terminal_of_user
+from parallel.runtime.watch.rank_watch import RankWatch, text_of
+from parallel.runtime.watch.rank_watch import log as watch_log
 
 log = logging.getLogger(__name__)
 # Without a run folder there is no log file: Python would print each error a second time.
@@ -78,7 +78,7 @@ def run_script(
     if was_orphaned(FIRST_PARENT):
         on_orphaned("this rank's launcher")
     ancestors = find_launcher_chain()
-    speak_where_typed(ancestors)
+    use_terminal_of_user(ancestors)
     watch_launcher_processes(ancestors, on_orphaned)
     code = run_to_exit_code(action, abort_message=abort_message)
     if code == DONE:
@@ -177,7 +177,7 @@ def _end(failure: Failure) -> int:
     return first.code
 
 
-def _report_together(member: Member, failure: Failure) -> None:
+def _report_together(member: RankWatch, failure: Failure) -> None:
     """Report the failure if this is the reporting rank; otherwise wait until rank 0 has reported it."""
     if not failure.is_shared:
         _report(failure.text)

@@ -22,7 +22,7 @@ from parallel.runtime.launcher_processes import Launcher, find_launcher_chain
 from parallel.runtime.watch.current import active_watch
 from parallel.runtime.watch.ending_signals import ENDING
 from parallel.runtime.watch.failure import FAILED, SIGINT_CODE, Failure
-from parallel.runtime.watch.last_words import end_process, print_last_message
+from parallel.runtime.watch.last_message import end_process, print_last_message
 
 Kind = Literal["signal", "max_seconds", "launcher"]
 LAUNCHER: Kind = "launcher"

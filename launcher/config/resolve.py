@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from launcher.config.config_sections import RunConfig
 from launcher.config.resolved import AUTO, ResolvedConfig
-from launcher.config.saved_activations import chunk_choices
+from launcher.config.saved_activation_rules import chunk_choices
 from launcher.config.tokens_per_rank_rules import with_context
 from longctx.architecture.layer_specs import mixers_of
 from longctx.errors import ConfigError

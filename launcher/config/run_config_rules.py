@@ -10,7 +10,7 @@ from typing import Literal
 from data_pipeline.stores.urls import ObjectPath, is_url, locate
 from launcher.config.config_sections import ModelSection, RunConfig, TrainSection
 from launcher.config.objective import check_objective
-from launcher.config.saved_activations import check_kept
+from launcher.config.saved_activation_rules import check_kept
 from launcher.config.tokens_per_rank_rules import padded_tokens, with_context
 from launcher.config.zero_section import check_zero_section
 from longctx.architecture.layer_specs import mixers_of

@@ -21,7 +21,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.ticker import FuncFormatter
 
 from data_pipeline.texts import read_texts
-from launcher.checkpoint.tokenizers import tokenizer_of
+from launcher.checkpoint.tokenizer_checks import resolve_tokenizer
 from launcher.evaluation.model_source import checkpoint_name, open_reader
 from launcher.report.evaluation.evaluation_plots import write_caption
 from launcher.report.evaluation.evaluation_tables import Rows, write_csv
@@ -81,7 +81,7 @@ def draw_attention(options: AttentionMapOptions) -> list[Path]:
     folder = find_model(options.checkpoint)
     _, model, _ = open_reader(folder)
     call = softmax_call(model, options.layer, options.head)
-    tokenizer = tokenizer_of(folder, options.tokenizer).for_model(model.vocab_size)
+    tokenizer = resolve_tokenizer(folder, options.tokenizer).for_model(model.vocab_size)
     documents = read_packed(options.text, tokenizer, options.length)
     _check_positions(model, documents)
     num_tokens = sum(map(len, documents))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from launcher.checkpoint.tokenizers import tokenizer_of
+from launcher.checkpoint.tokenizer_checks import resolve_tokenizer
 from launcher.evaluation.attention_map import token_texts
 from launcher.evaluation.model_source import check_positions, checkpoint_name, open_reader
 from launcher.report.evaluation.evaluation_plots import write_caption
@@ -52,7 +52,7 @@ def draw_cross_attention(options: CrossOptions) -> list[Path]:
     folder = find_model(options.checkpoint)
     _, model, _ = open_reader(folder)
     _check(model, options, folder)
-    tokenizer = tokenizer_of(folder, options.tokenizer).for_model(model.vocab_size)
+    tokenizer = resolve_tokenizer(folder, options.tokenizer).for_model(model.vocab_size)
     source = source_ids(tokenizer, _read(options.text, "--text"))
     _check_side(model, source, f"--text {options.text}")
     target = _target(options, folder, model, tokenizer, source)

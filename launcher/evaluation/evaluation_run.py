@@ -19,12 +19,18 @@ import torch
 
 from launcher.evaluation.answer import PromptTokens, prompt_of, write_answers
 from launcher.evaluation.cells import Cell, by_prompts, format_cells, try_samples
+from launcher.evaluation.evaluated_model import (
+    DocumentPrefix,
+    EvaluatedModel,
+    Texts,
+    open_evaluated_model,
+    read_documents,
+)
 from launcher.evaluation.evaluation_options import EvaluationOptions
 from launcher.evaluation.evaluation_store import EvaluationStore, locked, settings_of, text_settings
 from launcher.evaluation.inference_model import build_decoder, check_finite, fitting_together
 from launcher.evaluation.rank_setup import build_mesh, joined_ranks
 from launcher.evaluation.result_files import write_results
-from launcher.evaluation.subject import DocumentPrefix, Subject, Texts, open_subject, read_documents
 from launcher.report.evaluation.evaluation_folder import Key
 from longctx.errors import LengthError, LongCtxError
 from longctx.evaluation import EvaluationSample, EvaluationTask, ScoreRow
@@ -71,7 +77,7 @@ def run_evaluation(options: EvaluationOptions, device: torch.device, progress: P
         progress = no_progress
     # Order checks from cheap to expensive, all before any allocation.
     with progress("reading text, checking each task"):
-        subject = on_every_rank(lambda: open_subject(options))
+        subject = on_every_rank(lambda: open_evaluated_model(options))
         mesh = build_mesh(subject.model, context=options.context, expert=options.expert)
         texts, skipped_cells = on_rank_0(lambda: _read_and_check(options, subject))
     # Filled on rank 0 only.
@@ -128,7 +134,7 @@ class _Evaluator:
     def __init__(
         self,
         options: EvaluationOptions,
-        subject: Subject,
+        subject: EvaluatedModel,
         mesh: Mesh,
         decoder: Decoder,
         device: torch.device,
@@ -198,7 +204,7 @@ class _Evaluator:
         raise_on_all_ranks(problem)
         if not count:
             return []
-        given = share(self._mesh, made)
+        given = broadcast_in_sequence(self._mesh, made)
         prompts = [prompt for _, prompt in given]
         outputs = write_answers(self._decoder, prompts, self._subject.tokenizer, self._options.chunk_tokens)
         return [ScoreRow.of(task, sample, output) for (sample, _), output in zip(given, outputs, strict=True)]
@@ -237,7 +243,7 @@ class _Evaluator:
             store.add(rows)
 
 
-def share(mesh: Mesh, value: Value | None) -> Value:
+def broadcast_in_sequence(mesh: Mesh, value: Value | None) -> Value:
     """Broadcast a value from the context group's first rank to all its ranks. Collective."""
     if mesh.control_group is None:
         return cast(Value, value)
@@ -245,7 +251,7 @@ def share(mesh: Mesh, value: Value | None) -> Value:
     return mesh.comm.broadcast_object(value, mesh.context_peer(0), mesh.control_group, operation=activity)
 
 
-def _read_and_check(options: EvaluationOptions, subject: Subject) -> tuple[Texts, frozenset[Cell]]:
+def _read_and_check(options: EvaluationOptions, subject: EvaluatedModel) -> tuple[Texts, frozenset[Cell]]:
     """Return the texts for losses and the cells that are left out, after making one sample per remaining task.
 
     Errors name short or missing texts.
@@ -280,7 +286,7 @@ def _read_and_check(options: EvaluationOptions, subject: Subject) -> tuple[Texts
 
 
 def _misfit(
-    subject: Subject,
+    subject: EvaluatedModel,
     task: EvaluationTask,
     length: int,
     count: int,
@@ -311,7 +317,7 @@ def _all_of(problems: dict[str, LongCtxError]) -> LongCtxError:
 
 
 def _open_store(
-    options: EvaluationOptions, subject: Subject, texts: Texts, stores: list[EvaluationStore], stack: ExitStack
+    options: EvaluationOptions, subject: EvaluatedModel, texts: Texts, stores: list[EvaluationStore], stack: ExitStack
 ) -> set[Key]:
     """Open the output folder on rank 0, locked until the stack closes; return its finished samples."""
     stack.enter_context(locked(options.output))

@@ -15,8 +15,8 @@ from typing import Any
 
 import xxhash
 
+from launcher.evaluation.evaluated_model import EvaluatedModel, Texts
 from launcher.evaluation.evaluation_options import EvaluationOptions
-from launcher.evaluation.subject import Subject, Texts
 from launcher.report.evaluation.evaluation_folder import (
     RESULTS_FILE,
     SETTINGS_FILE,
@@ -39,7 +39,7 @@ _MAY_DIFFER = ("date", "version", "model", "checkpoint")
 """Settings that a second call in the same folder may change: a checkpoint that was moved has the same weights."""
 
 
-def settings_of(options: EvaluationOptions, subject: Subject) -> dict[str, Any]:
+def settings_of(options: EvaluationOptions, subject: EvaluatedModel) -> dict[str, Any]:
     """Return all settings that affect a row, except task, length and index; degrees and device do not count."""
     return {
         # Parallel degrees and device change rounding only, so a resume may use others.
@@ -60,7 +60,7 @@ def settings_of(options: EvaluationOptions, subject: Subject) -> dict[str, Any]:
     }
 
 
-def text_settings(subject: Subject) -> dict[str, Any]:
+def text_settings(subject: EvaluatedModel) -> dict[str, Any]:
     """Return additional settings for rows that read text."""
     haystack = None
     if subject.setting.haystack is not None:

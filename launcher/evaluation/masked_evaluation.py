@@ -22,13 +22,13 @@ from data_pipeline.rows.row_batches import Share
 from data_pipeline.rows.text_segments import SegmentRule
 from data_pipeline.rows.token_masking import MaskRule
 from data_pipeline.shards.reader import ShardSet
-from launcher.checkpoint.tokenizers import check_same_tokenizer
+from launcher.checkpoint.tokenizer_checks import check_checkpoint_tokenizer
 from launcher.evaluation.computation import Computation
+from launcher.evaluation.evaluated_model import held_out_shards
 from launcher.evaluation.evaluation_run import Progress, no_progress
 from launcher.evaluation.inference_model import LAYOUT, build_decoder, check_finite
 from launcher.evaluation.model_source import ModelSource, check_positions, open_model, run_of
 from launcher.evaluation.rank_setup import build_mesh, joined_ranks
-from launcher.evaluation.subject import held_out_shards
 from launcher.run_folder import CONFIG_FILE
 from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments
 from longctx.errors import ConfigError
@@ -163,7 +163,7 @@ def _loader(options: MaskedOptions, model_source: ModelSource, mesh: Mesh) -> Va
     if run is not None and (run / CONFIG_FILE).is_file():
         data = read_toml(run / CONFIG_FILE, str(run / CONFIG_FILE)).get("data", {})
     shards = _text(options, model_source, run)
-    check_same_tokenizer(model_source.folder, shards)
+    check_checkpoint_tokenizer(model_source.folder, shards)
     seq_len = options.seq_len or data.get("seq_len") or min(_ROW_TOKENS, model_source.model.max_positions)
     limit = model_source.model.max_positions
     hint = f"Use --lengths {limit} or less"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from launcher.checkpoint.tokenizers import tokenizer_of
+from launcher.checkpoint.tokenizer_checks import resolve_tokenizer
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, model_config
 from longctx.config import ModelConfig
 from longctx.conversion import HfReader
@@ -49,7 +49,7 @@ def open_model(checkpoint: Path, tokenizer: Path | None) -> ModelSource:
     """
     folder = find_model(checkpoint)
     reader, model, fingerprint = open_reader(folder)
-    own_tokenizer = tokenizer_of(folder, tokenizer).for_model(model.vocab_size)
+    own_tokenizer = resolve_tokenizer(folder, tokenizer).for_model(model.vocab_size)
     return ModelSource(folder=folder, reader=reader, model=model, fingerprint=fingerprint, tokenizer=own_tokenizer)
 
 

@@ -20,7 +20,7 @@ import torch
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.shard_verification import assign_shards, open_validated
 from data_pipeline.shards.token_scores import ScoredDocument, Total, read_total, write_scores
-from launcher.checkpoint.tokenizers import check_named_tokenizer, check_same_tokenizer
+from launcher.checkpoint.tokenizer_checks import check_checkpoint_tokenizer, check_given_tokenizer
 from launcher.evaluation.computation import Computation
 from launcher.evaluation.evaluation_run import Progress, Update, no_progress
 from launcher.evaluation.evaluation_store import locked
@@ -154,9 +154,9 @@ def _open(options: ScoreOptions) -> tuple[ModelSource, ShardSet]:
         raise ConfigError(f"--experts: {model_source.folder} has no experts. Leave the option out.")
     shards = open_validated(options.data)
     if options.tokenizer is None:
-        check_same_tokenizer(model_source.folder, shards)
+        check_checkpoint_tokenizer(model_source.folder, shards)
     else:
-        check_named_tokenizer(model_source.tokenizer, shards)
+        check_given_tokenizer(model_source.tokenizer, shards)
     # Check the longest document before any is scored.
     check_positions(
         model_source.model,

@@ -22,7 +22,7 @@ from longctx.untrusted.strict_json import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(Computation):
+class GenerationCommandOptions(Computation):
     """Options for one ``generate`` call."""
 
     checkpoint: Path

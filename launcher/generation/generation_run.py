@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from launcher.checkpoint.tokenizers import known_decoder
+from launcher.checkpoint.tokenizer_checks import padded_vocab_decode
 from launcher.evaluation.harness.request_batches import assign_by_cost
 from launcher.evaluation.inference_model import build_decoder, fitting_together
 from launcher.evaluation.model_source import ModelSource, open_model
 from launcher.evaluation.rank_setup import build_mesh, joined_ranks
 from launcher.generation.chat_prompt_ids import encode_chat_prompts
-from launcher.generation.generation_options import GenerateOptions, PromptLine, check_space, encode_prompts
+from launcher.generation.generation_options import GenerationCommandOptions, PromptLine, check_space, encode_prompts
 from longctx.errors import ConfigError, LongCtxError
 from longctx.generation.beams import Beams
 from longctx.generation.continuation import GenerationOptions
@@ -39,7 +39,7 @@ class GenerationSession:
 
     def __init__(
         self,
-        options: GenerateOptions,
+        options: GenerationCommandOptions,
         model_source: ModelSource,
         mesh: Mesh,
         device: torch.device,
@@ -142,7 +142,7 @@ class GenerationSession:
         """Return the arguments for choosing and stopping tokens, for ``stream`` and ``generate_batch``."""
         stop_strings = None
         if self.options.stop_strings:
-            stop_strings = StopStrings(known_decoder(self.model_source.tokenizer), self.options.stop_strings)
+            stop_strings = StopStrings(padded_vocab_decode(self.model_source.tokenizer), self.options.stop_strings)
         return {
             "strategy": self.options.strategy,
             "penalties": self.options.penalties,
@@ -157,7 +157,7 @@ class GenerationSession:
 
 
 @contextmanager
-def session(options: GenerateOptions) -> Iterator[GenerationSession]:
+def session(options: GenerationCommandOptions) -> Iterator[GenerationSession]:
     """Open a session on the ranks that a launcher started, or in this process, within the block. Collective.
 
     User input is checked, equally on all ranks, before any allocation.
@@ -166,7 +166,7 @@ def session(options: GenerateOptions) -> Iterator[GenerationSession]:
         yield _create_session(options, device)
 
 
-def _create_session(options: GenerateOptions, device: torch.device) -> GenerationSession:
+def _create_session(options: GenerationCommandOptions, device: torch.device) -> GenerationSession:
     model_source = on_every_rank(lambda: open_model(options.checkpoint, options.tokenizer))
     mesh = build_mesh(model_source.model, context=options.context, expert=options.expert)
     # A single prompt occupies one context group only.
@@ -182,7 +182,7 @@ def _create_session(options: GenerateOptions, device: torch.device) -> Generatio
 
 
 def _read_and_check(
-    options: GenerateOptions, model_source: ModelSource, prompts: list[PromptLine]
+    options: GenerationCommandOptions, model_source: ModelSource, prompts: list[PromptLine]
 ) -> tuple[list[array[int]], set[int]]:
     """Add the prompts to ``prompts``; return each prompt's ids, and the ids that end a chat reply."""
     source = options.prompts

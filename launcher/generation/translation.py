@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.shards.reader import ShardSet, SourceSide
-from launcher.checkpoint.tokenizers import check_same_tokenizer
+from launcher.checkpoint.tokenizer_checks import check_checkpoint_tokenizer
+from launcher.evaluation.evaluated_model import held_out_shards
 from launcher.evaluation.evaluation_run import no_progress
 from launcher.evaluation.model_source import ModelSource, open_model, run_of
 from launcher.evaluation.rank_setup import build_mesh, joined_ranks
-from launcher.evaluation.subject import held_out_shards
-from launcher.generation.generation_options import GenerateOptions as GenerateOptions
+from launcher.generation.generation_options import GenerationCommandOptions as GenerationCommandOptions
 from launcher.generation.generation_options import PromptLine, PromptSource
 from launcher.generation.generation_run import GenerationSession
 from longctx.config import ModelConfig
@@ -77,7 +77,7 @@ def translate_pairs(
     """
     strategy = Beams(num_beams=options.beams, length_penalty=options.length_penalty) if options.beams > 1 else Greedy()
     # The answer limit depends on the sources, which are read after joining the ranks: start with a placeholder.
-    base_options = GenerateOptions(
+    base_options = GenerationCommandOptions(
         checkpoint=checkpoint,
         prompts=PromptSource(lines=options.output),
         max_new_tokens=1,
@@ -92,7 +92,7 @@ def translate_pairs(
         ids, longest = on_rank_0(lambda: _read(options, model_source, found))
         # Sessions take ids; the prompt texts are not used.
         prompts = [PromptLine("", {})] * len(ids)
-        options_with_limit = GenerateOptions(**{**vars(base_options), "max_new_tokens": longest})
+        options_with_limit = GenerationCommandOptions(**{**vars(base_options), "max_new_tokens": longest})
         session = GenerationSession(options_with_limit, model_source, mesh, device, prompts, ids, set())
         # Load the model only after all input checks.
         session.load()
@@ -150,7 +150,7 @@ def _read(options: Translation, model_source: ModelSource, found: list[_Texts]) 
     shards = _pairs(options, model_source)
     if not shards.manifest.has_sources:
         raise ConfigError(f"{shards.folder} holds no pairs. Name a folder built with --source-field: --pairs FOLDER.")
-    check_same_tokenizer(model_source.folder, shards)
+    check_checkpoint_tokenizer(model_source.folder, shards)
     if not shards.num_documents:
         raise ConfigError(f"{shards.folder} holds no documents. Name another folder with pairs: --pairs FOLDER.")
     count = min(options.samples or shards.num_documents, shards.num_documents)

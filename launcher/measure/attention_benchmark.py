@@ -11,8 +11,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from launcher.measure.clock import RankTimer
 from launcher.measure.profile_entry import DTYPES, ProfileEntry
+from launcher.measure.rank_timer import RankTimer
 from launcher.measure.sizes import BenchmarkSizes
 from launcher.plan.attention_cost import BACKWARD_FLOPS
 from longctx.kernels.attention.kernel_interface import KernelRequest, ScoreRules
@@ -28,20 +28,20 @@ _MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 """Tokens per call, unless one document has more."""
 
 
-def benchmark_matmuls(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
+def benchmark_matmuls(timer: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
     """Measure FLOPs per second in a linear layer: the forward matmul, and both backward matmuls together."""
     axes = {"tokens": sizes.tokens, "width": sizes.widths}
     forward = ProfileEntry("product_flops", axes, "linear layer, forward matmul")
     backward = ProfileEntry("product_backward_flops", axes, "linear layer, both backward matmuls")
     for dtype, (N, M) in product(DTYPES, product(sizes.tokens, sizes.widths)):
-        x_NM, weight_MM, dy_NM = (torch.randn(rows, M, device=clock.device, dtype=dtype) / M**0.5 for rows in (N, M, N))
+        x_NM, weight_MM, dy_NM = (torch.randn(rows, M, device=timer.device, dtype=dtype) / M**0.5 for rows in (N, M, N))
         matmul_mode: MatmulMode = fastest_matmul_mode()
         # One multiplication and one addition per token and weight.
         flops = 2 * N * M * M
         with torch.no_grad():
-            seconds = clock.seconds(lambda: multiply(x_NM, weight_MM, matmul_mode=matmul_mode))  # noqa: B023
+            seconds = timer.seconds(lambda: multiply(x_NM, weight_MM, matmul_mode=matmul_mode))  # noqa: B023
             forward.add(dtype, flops / seconds)
-            seconds = clock.seconds(
+            seconds = timer.seconds(
                 lambda: multiply_backward(
                     dy_NM,  # noqa: B023
                     x_NM,  # noqa: B023
@@ -56,13 +56,13 @@ def benchmark_matmuls(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[Profi
     yield backward
 
 
-def benchmark_attention(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
+def benchmark_attention(timer: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
     """Measure attention FLOPs per second, forward and backward, for causal documents, full squares, and sliding
     windows.
     """
-    yield from _table(clock, sizes, "", "length", sizes.lengths, "causal attention within documents")
-    yield from _table(clock, sizes, "full_", "length", sizes.squares, "attention without a mask")
-    yield from _table(clock, sizes, "window_", "window", sizes.windows, "causal sliding-window attention")
+    yield from _table(timer, sizes, "", "length", sizes.lengths, "causal attention within documents")
+    yield from _table(timer, sizes, "full_", "length", sizes.squares, "attention without a mask")
+    yield from _table(timer, sizes, "window_", "window", sizes.windows, "causal sliding-window attention")
 
 
 def slices_of(kind: str, size: int, tokens: int) -> list[AttentionSlice]:
@@ -79,16 +79,16 @@ def slices_of(kind: str, size: int, tokens: int) -> list[AttentionSlice]:
 
 
 def _table(
-    clock: RankTimer, sizes: BenchmarkSizes, kind: str, axis: str, points: Sequence[int], description: str
+    timer: RankTimer, sizes: BenchmarkSizes, kind: str, axis: str, points: Sequence[int], description: str
 ) -> tuple[ProfileEntry, ProfileEntry]:
     axes = {axis: points, "head_dim": sizes.head_dims}
     note = ""
-    if clock.device.type == "cuda":
+    if timer.device.type == "cuda":
         note = f"; float32 only at {points[0]} and with head_dim {sizes.head_dims[0]}"
     forward = ProfileEntry(f"{kind}attention_flops", axes, f"{description}, forward{note}")
     backward = ProfileEntry(f"{kind}attention_backward_flops", axes, f"{description}, backward{note}")
     for dtype, (size, D) in product(DTYPES, product(points, sizes.head_dims)):
-        if clock.device.type == "cuda" and dtype == torch.float32 and forward.values.get("float32"):
+        if timer.device.type == "cuda" and dtype == torch.float32 and forward.values.get("float32"):
             # FlexAttention recompiles for every size: a few minutes, for a dtype that few runs use.
             forward.add(dtype, forward.values["float32"][0])
             backward.add(dtype, backward.values["float32"][0])
@@ -97,9 +97,9 @@ def _table(
         least = size
         if kind == "window_":
             least = 2 * size
-        tokens = min(_TOGETHER * size, max(least, _MOST_TOKENS[clock.device.type]))
+        tokens = min(_TOGETHER * size, max(least, _MOST_TOKENS[timer.device.type]))
         slices = slice_table(slices_of(kind, size, tokens))
-        seconds = _seconds(clock, sizes.num_heads, D, tokens, dtype, slices, window=kind == "window_")
+        seconds = _seconds(timer, sizes.num_heads, D, tokens, dtype, slices, window=kind == "window_")
         # QK^T and PV each take one multiplication and one addition per unmasked score and channel.
         flops = 4 * sizes.num_heads * D * area(slices.numpy())
         # Masked scores count as no work: a kernel that computes them anyway is slower.
@@ -109,10 +109,10 @@ def _table(
 
 
 def _seconds(
-    clock: RankTimer, H: int, D: int, T: int, dtype: torch.dtype, slices: Tensor, *, window: bool
+    timer: RankTimer, H: int, D: int, T: int, dtype: torch.dtype, slices: Tensor, *, window: bool
 ) -> tuple[float, float]:
     request = KernelRequest(
-        device_type=clock.device.type,
+        device_type=timer.device.type,
         dtype=dtype,
         head_dim=D,
         num_heads=H,
@@ -121,11 +121,11 @@ def _seconds(
         matmul_mode=fastest_matmul_mode(),
     )
     kernel, scores = choose_kernel("auto", request), ScoreRules(scale=D**-0.5)
-    q, k, v, dout = (torch.randn(1, T, H, D, device=clock.device, dtype=dtype) for _ in range(4))
+    q, k, v, dout = (torch.randn(1, T, H, D, device=timer.device, dtype=dtype) for _ in range(4))
     with torch.no_grad():
         out, lse = kernel.forward(q, k, v, slices, scores=scores)
         # Same dtype as in a layer: partial results are float32.
         out = out.to(dtype)
-        forward = clock.seconds(lambda: kernel.forward(q, k, v, slices, scores=scores))
-        backward = clock.seconds(lambda: kernel.backward(dout, q, k, v, out, lse, slices, scores=scores))
+        forward = timer.seconds(lambda: kernel.forward(q, k, v, slices, scores=scores))
+        backward = timer.seconds(lambda: kernel.backward(dout, q, k, v, out, lse, slices, scores=scores))
     return forward, backward

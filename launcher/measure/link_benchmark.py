@@ -7,31 +7,31 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from launcher.measure.clock import RankTimer
 from launcher.measure.profile_entry import ProfileEntry
+from launcher.measure.rank_timer import RankTimer
 from launcher.measure.sizes import BenchmarkSizes
 from parallel.comm.communicator import Communicator, PendingTensors
 from parallel.comm.process_groups import world_group
 from parallel.comm.world import num_ranks, own_rank
 
 
-def benchmark_links(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
+def benchmark_links(timer: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
     """Measure bytes per second that each rank sends while it receives as many, all ranks at once."""
     if num_ranks() == 1:
-        yield from _of_one_rank(clock, sizes)
+        yield from _of_one_rank(timer, sizes)
         return
     axes = {"bytes": sizes.message_bytes}
     hops = ProfileEntry("node_bandwidth", axes, "ring hops, all ranks at once")
     exchanges = ProfileEntry("exchange_bandwidth", axes, "all-to-all over all ranks")
     ranks, of_hops = num_ranks(), []
     for num_bytes in sizes.message_bytes:
-        sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
-        of_hops.append(clock.together(lambda: _hop(sent, received)))  # noqa: B023
+        sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=timer.device) for _ in range(2))
+        of_hops.append(timer.collective_seconds(lambda: _hop(sent, received)))  # noqa: B023
         hops.add(None, num_bytes / of_hops[-1])
         # Each rank's own part stays local.
         sent_bytes = num_bytes // ranks * (ranks - 1)
         sent, received = sent[: num_bytes // ranks * ranks], received[: num_bytes // ranks * ranks]
-        exchanges.add(None, sent_bytes / clock.together(lambda: _all_to_all(sent, received)))  # noqa: B023
+        exchanges.add(None, sent_bytes / timer.collective_seconds(lambda: _all_to_all(sent, received)))  # noqa: B023
     yield hops
     yield exchanges
     largest = sizes.message_bytes[-1] / of_hops[-1]
@@ -40,19 +40,19 @@ def benchmark_links(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[Profile
     minimum = max(of_hops[0] - sizes.message_bytes[0] * of_hops[-1] / sizes.message_bytes[-1], 1e-7)
     yield ProfileEntry.of("message_seconds", minimum, "the smallest hop")
     yield ProfileEntry.of(
-        "hidden_share", _hidden_share(clock, sizes.message_bytes[-1]), "a matmul with a concurrent hop, and without"
+        "hidden_share", _hidden_share(timer, sizes.message_bytes[-1]), "a matmul with a concurrent hop, and without"
     )
 
 
-def _of_one_rank(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
+def _of_one_rank(timer: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
     """Yield the link entries that a profile must have, for a single rank without links."""
     description = "a single rank has no links: in-memory copies are measured instead"
-    x = torch.zeros(sizes.message_bytes[-1], dtype=torch.uint8, device=clock.device)
-    bandwidth = sizes.message_bytes[-1] / clock.seconds(x.clone)
+    x = torch.zeros(sizes.message_bytes[-1], dtype=torch.uint8, device=timer.device)
+    bandwidth = sizes.message_bytes[-1] / timer.seconds(x.clone)
     for name in ("node_bandwidth", "network_bandwidth"):
         yield ProfileEntry.of(name, bandwidth, description)
     small = x[: sizes.message_bytes[0]]
-    yield ProfileEntry.of("message_seconds", clock.seconds(small.clone), description)
+    yield ProfileEntry.of("message_seconds", timer.seconds(small.clone), description)
 
 
 def _hop(sent: Tensor, received: Tensor) -> None:
@@ -69,13 +69,16 @@ def _all_to_all(sent: Tensor, received: Tensor) -> None:
     Communicator().all_to_all(sent, world_group(), operation="measuring exchanges", out=received)
 
 
-def _hidden_share(clock: RankTimer, num_bytes: int) -> float:
+def _hidden_share(timer: RankTimer, num_bytes: int) -> float:
     """Return the share of a hop's time, 0 to 1, that is hidden behind matmuls of equal duration."""
-    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
-    x_MM = torch.randn(256, 256, device=clock.device)
-    hop_seconds, product = clock.together(lambda: _hop(sent, received)), clock.seconds(lambda: torch.mm(x_MM, x_MM))
+    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=timer.device) for _ in range(2))
+    x_MM = torch.randn(256, 256, device=timer.device)
+    hop_seconds, product = (
+        timer.collective_seconds(lambda: _hop(sent, received)),
+        timer.seconds(lambda: torch.mm(x_MM, x_MM)),
+    )
     # The repeat count must match on all ranks, because they wait for one another.
-    times = torch.tensor([max(1.0, hop_seconds / product)], dtype=torch.float64, device=clock.device)
+    times = torch.tensor([max(1.0, hop_seconds / product)], dtype=torch.float64, device=timer.device)
     Communicator().all_reduce(times, world_group(), operation="agreeing on a matmul count", largest=True)
     repeats = min(int(times.item()), 10000)
 
@@ -88,6 +91,6 @@ def _hidden_share(clock: RankTimer, num_bytes: int) -> float:
         multiply()
         hop.wait()
 
-    compute_seconds = clock.seconds(multiply)
+    compute_seconds = timer.seconds(multiply)
     # Perfect overlap takes max(moving, computing), no overlap takes their sum.
-    return min(1.0, max(0.0, (hop_seconds + compute_seconds - clock.together(both)) / hop_seconds))
+    return min(1.0, max(0.0, (hop_seconds + compute_seconds - timer.collective_seconds(both)) / hop_seconds))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from launcher.measure.clock import RankTimer
 from launcher.measure.profile_entry import ProfileEntry
+from launcher.measure.rank_timer import RankTimer
 from launcher.measure.sizes import BenchmarkSizes
 from launcher.metrics.throughput import peak_device_flops
 from longctx.kernels.memory import available_bytes
@@ -21,36 +21,36 @@ _CONTEXT_BYTES = 1 << 30
 """GPU memory that a CUDA context occupies."""
 
 
-def benchmark_memory(clock: RankTimer, sizes: BenchmarkSizes, folder: Path) -> Iterator[ProfileEntry]:
+def benchmark_memory(timer: RankTimer, sizes: BenchmarkSizes, folder: Path) -> Iterator[ProfileEntry]:
     """Measure device and host bytes, copies between them, copies within the host, and a file in ``folder``."""
     ranks, host = num_ranks(), available_bytes()
     yield ProfileEntry.of("host_memory_bytes", host / ranks, "free host memory per rank")
     device_bytes, description = host / ranks, "free host memory per rank"
-    if clock.device.type == "cuda":
-        device_bytes = torch.cuda.get_device_properties(clock.device).total_memory - _CONTEXT_BYTES
+    if timer.device.type == "cuda":
+        device_bytes = torch.cuda.get_device_properties(timer.device).total_memory - _CONTEXT_BYTES
         description = "device memory, less 1 GiB for the context"
     yield ProfileEntry.of("memory_bytes", device_bytes, description)
-    peak = peak_device_flops(device_name(clock.device), "bfloat16") or 0.0
+    peak = peak_device_flops(device_name(timer.device), "bfloat16") or 0.0
     yield ProfileEntry.of("peak_flops", peak, "the bfloat16 data sheet peak; 0 means unknown")
     # Too large for any cache. A copy reads and writes every byte.
     x = torch.zeros(sizes.tensor_bytes[-1], dtype=torch.uint8)
-    copied = 2 * len(x) / clock.seconds(x.clone)
+    copied = 2 * len(x) / timer.seconds(x.clone)
     yield ProfileEntry.of("host_memory_bandwidth", copied, "copies within host memory")
-    yield ProfileEntry.of("host_bandwidth", _to_host(clock, sizes.tensor_bytes[-1]), "copies to host memory")
+    yield ProfileEntry.of("host_bandwidth", _to_host(timer, sizes.tensor_bytes[-1]), "copies to host memory")
     yield ProfileEntry.of(
-        "disk_bandwidth", _file_bandwidth(clock, folder, sizes.file_bytes), "a file in the working folder"
+        "disk_bandwidth", _file_bandwidth(timer, folder, sizes.file_bytes), "a file in the working folder"
     )
 
 
-def _to_host(clock: RankTimer, num_bytes: int) -> float:
+def _to_host(timer: RankTimer, num_bytes: int) -> float:
     """Measure device-to-host bytes per second; on a GPU, while as many bytes are copied back."""
-    on_device, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
-    pinned = clock.device.type == "cuda"
+    on_device, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=timer.device) for _ in range(2))
+    pinned = timer.device.type == "cuda"
     to, back = (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
     if not pinned:
-        return num_bytes / clock.seconds(lambda: to.copy_(on_device))
+        return num_bytes / timer.seconds(lambda: to.copy_(on_device))
     # Offloading uses both directions at once: saved activations are stored while others are fetched.
-    streams = [torch.cuda.Stream(clock.device) for _ in range(2)]
+    streams = [torch.cuda.Stream(timer.device) for _ in range(2)]
 
     def both() -> None:
         with torch.cuda.stream(streams[0]):
@@ -58,10 +58,10 @@ def _to_host(clock: RankTimer, num_bytes: int) -> float:
         with torch.cuda.stream(streams[1]):
             target.copy_(back, non_blocking=True)
 
-    return num_bytes / clock.seconds(both)
+    return num_bytes / timer.seconds(both)
 
 
-def _file_bandwidth(clock: RankTimer, folder: Path, num_bytes: int) -> float:
+def _file_bandwidth(timer: RankTimer, folder: Path, num_bytes: int) -> float:
     """Measure bytes per second for writing a file to disk and for reading it; return the slower rate."""
     data = os.urandom(1 << 16) * (num_bytes >> 16)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -79,5 +79,5 @@ def _file_bandwidth(clock: RankTimer, folder: Path, num_bytes: int) -> float:
             file.readall()
 
         # Waiting for a disk takes no CPU time, so use wall time.
-        clock = RankTimer(clock.device, round_seconds=0.0)
-        return num_bytes / max(clock.seconds(write), clock.seconds(read))
+        timer = RankTimer(timer.device, round_seconds=0.0)
+        return num_bytes / max(timer.seconds(write), timer.seconds(read))

@@ -54,20 +54,20 @@ def _parts(options: dict[str, Any], device: torch.device) -> Iterator[tuple[str,
     sizes = BY_NAME[options["sizes"] or device.type]
     # Late imports: DeepSpeed chooses its device when it is imported.
     from launcher.measure.attention_benchmark import benchmark_attention, benchmark_matmuls
-    from launcher.measure.clock import RankTimer
     from launcher.measure.elementwise import benchmark_elementwise
     from launcher.measure.link_benchmark import benchmark_links
     from launcher.measure.memory_benchmark import benchmark_memory
+    from launcher.measure.rank_timer import RankTimer
     from launcher.measure.state_benchmark import benchmark_process, benchmark_state
 
-    clock = RankTimer(device, round_seconds=sizes.round_seconds, cpu_time=options["cpu_time"])
-    yield "the process itself", benchmark_process(clock, sizes)
-    yield "memory and disk", benchmark_memory(clock, sizes, Path(options["folder"]))
-    yield "links between ranks", benchmark_links(clock, sizes)
-    yield "products", benchmark_matmuls(clock, sizes)
-    yield "attention", benchmark_attention(clock, sizes)
-    yield "norms, activations, copies, loss", benchmark_elementwise(clock, sizes)
-    yield "gradients and optimizer", benchmark_state(clock, sizes)
+    timer = RankTimer(device, round_seconds=sizes.round_seconds, cpu_time=options["cpu_time"])
+    yield "the process itself", benchmark_process(timer, sizes)
+    yield "memory and disk", benchmark_memory(timer, sizes, Path(options["folder"]))
+    yield "links between ranks", benchmark_links(timer, sizes)
+    yield "products", benchmark_matmuls(timer, sizes)
+    yield "attention", benchmark_attention(timer, sizes)
+    yield "norms, activations, copies, loss", benchmark_elementwise(timer, sizes)
+    yield "gradients and optimizer", benchmark_state(timer, sizes)
 
 
 def main(result: Path, options: dict[str, Any]) -> None:

@@ -16,8 +16,8 @@ import torch
 
 from launcher.config.config_sections import DataSection, ModelSection
 from launcher.config.resolved import ResolvedConfig, ResolvedTrain, ResolvedZero
-from launcher.measure.clock import RankTimer
 from launcher.measure.profile_entry import DTYPES, ProfileEntry
+from launcher.measure.rank_timer import RankTimer
 from launcher.measure.sizes import BenchmarkSizes
 from launcher.plan.parameters import num_parameters
 from launcher.plan.synthetic_documents import synthetic_batch
@@ -42,7 +42,7 @@ class _Step(NamedTuple):
     update: float
 
 
-def benchmark_state(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
+def benchmark_state(timer: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
     """Measure parameters per second for each part, by stage and dtype, and seconds independent of parameters."""
     axes = {"stage": [stage + 1 for stage in _STAGES]}
     description = "steps with few tokens, models in two sizes"
@@ -57,7 +57,7 @@ def benchmark_state(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[Profile
             if stage == 0 and dtype == torch.bfloat16:
                 _repeat_last(rates, fixed)
                 continue
-            of_stage = _Stage(clock, sizes, stage, dtype)
+            of_stage = _Stage(timer, sizes, stage, dtype)
             for entry, rate in zip(rates, of_stage.rates, strict=True):
                 entry.add(dtype, rate)
             for entry, seconds in zip(fixed, of_stage.fixed, strict=True):
@@ -71,18 +71,18 @@ def _repeat_last(*entries: list[ProfileEntry]) -> None:
         entry.add(torch.bfloat16, entry.values["float32"][0])
 
 
-def benchmark_process(clock: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
+def benchmark_process(timer: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
     """Measure this process's resident bytes; yield no entry on a GPU: its memory holds none of them."""
-    if clock.device.type != "cpu":
+    if timer.device.type != "cpu":
         return
     # The first step imports many modules, and some of them allocate.
-    _step(clock, _config(1, torch.float32, width=sizes.state_widths[0], layers=1, vocabulary=256), num_steps=1)
+    _step(timer, _config(1, torch.float32, width=sizes.state_widths[0], layers=1, vocabulary=256), num_steps=1)
     rss_bytes = psutil.Process().memory_info().rss
     yield ProfileEntry.of("process_bytes", rss_bytes, "a rank's resident memory after steps with a tiny model")
 
 
 class _Stage:
-    def __init__(self, clock: RankTimer, sizes: BenchmarkSizes, stage: int, dtype: torch.dtype) -> None:
+    def __init__(self, timer: RankTimer, sizes: BenchmarkSizes, stage: int, dtype: torch.dtype) -> None:
         small, large = sizes.state_widths
         few, many = sizes.state_vocabularies
         few_layers, layers = sizes.state_layers
@@ -92,7 +92,7 @@ class _Stage:
             _config(stage, dtype, width=large, layers=layers, vocabulary=many),
         ]
         # deep - shallow isolates the time per layer; wide - deep the time per parameter, at equal depth.
-        shallow, deep, big = (_step(clock, config, sizes.state_steps) for config in configs)
+        shallow, deep, big = (_step(timer, config, sizes.state_steps) for config in configs)
         parameters = num_parameters(configs[2]) - num_parameters(configs[1])
         self.rates = [
             parameters / max(big_seconds - of_deep, _LEAST_SECONDS)
@@ -130,7 +130,7 @@ def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabula
     )
 
 
-def _step(clock: RankTimer, config: ResolvedConfig, num_steps: int) -> _Step:
+def _step(timer: RankTimer, config: ResolvedConfig, num_steps: int) -> _Step:
     """Return median seconds for a step's parts, without the first step, which allocates."""
     mesh = Mesh.build(context=1, ulysses=1, expert=1)
     engine = build_engine(config, mesh, accumulation=2)
@@ -140,18 +140,18 @@ def _step(clock: RankTimer, config: ResolvedConfig, num_steps: int) -> _Step:
     counts, steps = count_step(task, shards), []
 
     def micro_batch(number: int) -> None:
-        loss = engine.forward(shards[number].to(clock.device))
+        loss = engine.forward(shards[number].to(timer.device))
         engine.backward(task.loss(loss, counts))
 
     def timed(action: Callable[[], Any]) -> float:
         # Ranks wait for one another inside the action, so they must start together.
         long_barrier()
-        return clock.once(action)
+        return timer.single_call_seconds(action)
 
     for _ in range(num_steps + 1):
         accumulate, reduce = timed(lambda: micro_batch(0)), timed(lambda: micro_batch(1))
         steps.append(_Step(accumulate, reduce, timed(lambda: engine.step(1e-4))))
-    if clock.device.type == "cuda":
+    if timer.device.type == "cuda":
         # DeepSpeed's engine is part of reference cycles: collect them, since the next engine may need the memory.
         del engine
         gc.collect()

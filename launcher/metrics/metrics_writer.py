@@ -18,7 +18,7 @@ from launcher.metrics.expert_load import compact_record
 from launcher.metrics.goodput.live import RunTime
 from launcher.metrics.metrics_console import EtaEstimator, LiveLine, can_resample, console_line
 from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, truncate_after
-from launcher.metrics.trackers.thread import Trackers
+from launcher.metrics.trackers.tracker_threads import Trackers
 from launcher.wording import ON_TERMINAL
 from parallel.runtime.activity import begin
 

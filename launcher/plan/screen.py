@@ -40,13 +40,13 @@ def describe_run(config: ResolvedConfig, world: World, document_tokens: int) -> 
     if document_tokens:
         documents = f"documents of {document_tokens:,} tokens"
     return (
-        f"{format_count(world.ranks, 'rank')} ({world.ranks_per_node} per machine): {words(config)}, "
+        f"{format_count(world.ranks, 'rank')} ({world.ranks_per_node} per machine): {describe_settings(config)}, "
         f"{config.train.dtype}, layout {parallel.layout}\n{tokens:,} tokens per micro-batch, "
         f"{tokens // parallel.context:,} per rank, {documents}"
     )
 
 
-def words(config: RunConfig) -> str:
+def describe_settings(config: RunConfig) -> str:
     """Describe the searched settings in a few words, omitting those that are off."""
     train, parallel, zero = config.train, config.parallel, config.zero
     parts = [f"context {parallel.context}"]
@@ -149,7 +149,7 @@ def plan_summary(run: RunEstimate, longest: int, longer: SettingsCandidate | Non
         lines.append("No row fits with these settings.")
     if longer is not None:
         lines.append(
-            f"Rows of {longer.config.data.seq_len:,} tokens fit with: {words(longer.config)} "
+            f"Rows of {longer.config.data.seq_len:,} tokens fit with: {describe_settings(longer.config)} "
             f"({gib(longer.peak_bytes)}, {longer.seconds:,.4g} s per step of {longer.config.train.tokens_per_step:,} "
             "tokens)."
         )
@@ -212,7 +212,9 @@ def front_rows(found: SearchResult) -> Rows:
     rows = []
     for one in candidates:
         mark = "->" if one is found.fastest else ""
-        rows.append([mark, f"{one.seconds:,.4g} s", gib(one.peak_bytes), gib(one.host_bytes), words(one.config)])
+        rows.append(
+            [mark, f"{one.seconds:,.4g} s", gib(one.peak_bytes), gib(one.host_bytes), describe_settings(one.config)]
+        )
     return ["", "a step", "device", "host", "settings"], rows
 
 
@@ -220,7 +222,7 @@ def nearest_lines(leanest: SettingsCandidate, near: Nearest, world: World) -> li
     """Suggest changes if no settings fit."""
     hardware = leanest.hardware
     lines = [
-        f"No settings fit {format_count(world.ranks, 'rank')}. The nearest: {words(leanest.config)}.",
+        f"No settings fit {format_count(world.ranks, 'rank')}. The nearest: {describe_settings(leanest.config)}.",
         f"They need {gib(leanest.peak_bytes)} on a device with {gib(hardware.memory_bytes * (1 - HEADROOM))}, and "
         f"{gib(leanest.host_bytes)} on the host with {gib(hardware.host_memory_bytes)}.",
     ]
@@ -229,7 +231,7 @@ def nearest_lines(leanest: SettingsCandidate, near: Nearest, world: World) -> li
     if near.world is not None and near.candidate is not None:
         lines.append(
             f"Rows of {leanest.config.data.seq_len:,} tokens fit {near.world.ranks} ranks: "
-            f"{words(near.candidate.config)}, {near.candidate.seconds:,.3g} s per step."
+            f"{describe_settings(near.candidate.config)}, {near.candidate.seconds:,.3g} s per step."
         )
     if not leanest.config.train.store_path:
         lines.append("A disk has more room: name a folder on a fast one with --train.store_path.")

@@ -89,7 +89,7 @@ def comparison_sections(runs: Sequence[RunData], names: Sequence[str]) -> list[S
     sections = [Section(title="Side by side", caption="", table=metric_table(runs, names))]
 
     # Losses per token do not compare across tokenizers; losses per byte do.
-    factors = bits_of_nats(runs)
+    factors = bits_per_byte_factors(runs)
     loss_plot = plot_run_losses(runs, names, factors)
     caption = "No step has been logged yet."
     if loss_plot is not None:
@@ -103,7 +103,7 @@ def comparison_sections(runs: Sequence[RunData], names: Sequence[str]) -> list[S
         caption = "Each run's last validation, in nats per token of its own tokenizer."
         sections.append(Section(title="Loss by position", caption=caption, plot=position_plot))
 
-    rows = differences(runs)
+    rows = config_differences(runs)
     caption = "Config keys that differ; – if a run lacks one."
     if not rows:
         caption = "The configs are identical, except for the output folders."
@@ -122,7 +122,7 @@ def metric_table(runs: Sequence[RunData], names: Sequence[str]) -> Table:
     return Table(column_names=("", *names), rows=rows)
 
 
-def differences(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
+def config_differences(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     """Return a row per config key whose value is not the same in all runs: the dotted key, then each run's value.
 
     – marks a config without the key.
@@ -172,7 +172,7 @@ def plot_run_losses(
     return Markup(to_svg(fig, "loss"))
 
 
-def bits_of_nats(runs: Sequence[RunData]) -> list[float] | None:
+def bits_per_byte_factors(runs: Sequence[RunData]) -> list[float] | None:
     """Return each run's factor from nats per token to bits per byte, to compare losses across tokenizers.
 
     None if nats per token compare already, because all factors are equal, or if a factor is unknown.
@@ -245,7 +245,7 @@ def is_evaluation(folder: Path) -> bool:
     return (folder / SETTINGS_FILE).is_file()
 
 
-def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Path:
+def write_evaluation_comparison(folders: Sequence[Path], output: Path | None = None) -> Path:
     """Write a page that compares these evaluation folders, and return its path, by default ``comparison.html`` here.
 
     Each task's plot and data are also written next to it, as ``comparison_TASK.svg`` and ``.csv``. Raise ConfigError if

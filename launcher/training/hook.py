@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from launcher.metrics.record import Record
-from launcher.training.feed import StepData
 from launcher.training.history import History
 from launcher.training.run_state import Progress
+from launcher.training.step_prefetch import StepData
 from launcher.training.totals import StepSums, StepTotals
 from longctx.errors import GradientError
 from longctx.model.experts.replay import RoutingReplay
@@ -42,7 +42,7 @@ class StepHook:
     def after_update(self, step: RunningStep) -> None:
         """Process the result: weights have changed, or ``failure`` is set and they have not."""
 
-    def record(self, step: RunningStep, record: Record) -> None:
+    def before_log(self, step: RunningStep, record: Record) -> None:
         """Add fields to the step's metrics record in place, or read it.
 
         The step's time has been measured: work here does not count as step time.
@@ -62,7 +62,7 @@ class RunningStep:
     progress: Progress
     """The run's position before the step."""
     data: StepData
-    waited: float
+    data_wait_seconds: float
     """Seconds spent waiting for data."""
     scope: ExitStack
     """Closes resources that hooks open: after ``after_update``, or when the step raises."""
@@ -84,9 +84,9 @@ class RunningStep:
     # Set before or in ``after_update``.
     grad_norm: float | None = None
     """Global gradient norm before clipping; None until the update, and if loss or router logits are not finite."""
-    failure: GradientError | None = None
+    gradient_error: GradientError | None = None
     """Error from an update that was refused or has a non-finite gradient; it ends the run unless ``skipped`` is set."""
-    skipped: str = ""
+    skip_reason: str = ""
     """Reason for skipping the step; empty if it is taken."""
     history: History
     """Statistics that the next step receives: initially those before this step, then with this step included."""
@@ -94,12 +94,12 @@ class RunningStep:
     # Set by hooks.
     stop_requested: bool = False
     """True if any rank was asked to stop after this step."""
-    summed: dict[str, Callable[[torch.device], Tensor]] = field(default_factory=dict)
+    extra_sums: dict[str, Callable[[torch.device], Tensor]] = field(default_factory=dict)
     """Extra terms for the step's single all-reduce, by name: functions, called after backward, that return this rank's
     numbers [n] on the device. ``totals.summed`` has the sums under the same names."""
-    each_micro_batch: list[Callable[[int], None]] = field(default_factory=list)
+    before_micro_batch: list[Callable[[int], None]] = field(default_factory=list)
     """Functions called before each micro-batch's forward pass with its number, from 0."""
-    choices: Callable[[int], RoutingReplay | None] = lambda number: None
+    routing_replay: Callable[[int], RoutingReplay | None] = lambda number: None
     """Function that returns, for a micro-batch's number, the expert choices to replay or an object that records them;
     None to route as usual."""
     _refusals: list[tuple[str, Callable[[float], bool]]] = field(default_factory=list)
@@ -112,6 +112,6 @@ class RunningStep:
         """
         self._refusals.append((reason, condition))
 
-    def skip_reason(self, norm: float) -> str:
+    def refusal_reason(self, norm: float) -> str:
         """Return the first reason that refuses an update with this gradient norm; empty if the update is accepted."""
         return next((reason for reason, condition in self._refusals if condition(norm)), "")

@@ -10,18 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader, held_out_of
+from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader, held_out_mixture
 from data_pipeline.mixture.file import is_mixture
 from data_pipeline.rows.pack import Packing
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet, open_for_model
 from data_pipeline.stores.urls import below, locate
-from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
+from launcher.checkpoint.tokenizer_checks import (
+    check_checkpoint_tokenizer,
+    check_validation_tokenizer,
+    tokenizer_files_from_data,
+)
 from launcher.config.config_sections import DataSection
 from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.throughput import training_flops
 from launcher.training.data_check import check_data, fetch_data
-from launcher.training.origin import Kind, Origin
+from launcher.training.run_origin import Kind, RunOrigin
 from longctx.chat.template_files import hash_templates
 from longctx.chat.tuned_chat_files import tuned_files
 from longctx.config import ModelConfig
@@ -36,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def open_data(
-    config: ResolvedConfig, model: ModelConfig, mesh: Mesh, origin: Origin
+    config: ResolvedConfig, model: ModelConfig, mesh: Mesh, origin: RunOrigin
 ) -> tuple[Loader, ValidationLoader | None, dict[str, bytes]]:
     """Open a run's data, fetch and check the files, and continue at the position in ``origin``. Collective.
 
@@ -111,7 +115,7 @@ def _validation_data(data: DataSection) -> tuple[str | Path | None, bool]:
     if data.validation:
         return data.validation, False
     if is_mixture(data.train):
-        if held_out_of(data.train).sources:
+        if held_out_mixture(data.train).sources:
             return data.train, True
         return None, False
     folder = below(data.train, VALIDATION_FOLDER)
@@ -132,14 +136,14 @@ def _tokenizer_files(
     if mesh.rank != 0:
         return {}
     if validation is not None:
-        check_same_data(loader.shards, validation.shards)
+        check_validation_tokenizer(loader.shards, validation.shards)
     if origin is None:
         return _with_chat_template(loader.shards.tokenizer().files, loader.folders)
     if has_tokenizer(origin):
-        check_same_tokenizer(origin, loader.shards)
+        check_checkpoint_tokenizer(origin, loader.shards)
         files = load_tokenizer(origin).files
     else:
-        files = uncompared_files(origin, loader.shards.tokenizer())
+        files = tokenizer_files_from_data(origin, loader.shards.tokenizer())
     # Licences go with the weights; a model card would describe the model before training.
     return _with_chat_template(files, loader.folders) | read_notices(origin)
 

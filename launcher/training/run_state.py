@@ -13,16 +13,16 @@ from torch import Tensor
 
 from data_pipeline.loader import Loader, ValidationLoader
 from data_pipeline.rows.row_batches import Share
-from launcher.checkpoint.save import StaticFiles
-from launcher.checkpoint.saver import Saver, run_saver
+from launcher.checkpoint.background_saver import Saver, run_saver
+from launcher.checkpoint.checkpoint_files import StaticFiles
 from launcher.cluster.stop_request import StopRequest
 from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.expert_load import expert_layers
-from launcher.training.feed import StepData, StepFeed
 from launcher.training.history import History
-from launcher.training.origin import Origin
 from launcher.training.routing_files import RoutingFiles
+from launcher.training.run_origin import RunOrigin
 from launcher.training.start import Expected
+from launcher.training.step_prefetch import StepData, StepPrefetcher
 from launcher.training.task_builder import share_of
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
@@ -75,7 +75,7 @@ class TrainingRun:
     """None if the run never validates."""
     engine: ZeroEngine
     routing: RoutingFiles
-    origin: Origin
+    origin: RunOrigin
     model_type: str | None
     """Hugging Face type of the imported model, which an export keeps; None for new weights."""
     progress: Progress
@@ -95,13 +95,13 @@ class TrainingRun:
         return self.mesh.rank == 0
 
     @cached_property
-    def feed(self) -> StepFeed:
+    def feed(self) -> StepPrefetcher:
         """Data for the remaining steps, in order."""
         # Only rank 0 records degrees.
         compute_degrees = None
         if self.is_rank_0 and self.config.parallel.tokens_per_rank:
             compute_degrees = partial(degrees_of, causal=self.model.causal)
-        return StepFeed(
+        return StepPrefetcher(
             self.loader,
             self.place,
             self.place_source,

@@ -15,11 +15,11 @@ from launcher.config.resolve import Choice, Data, TargetMachine, resolve, resolv
 from launcher.config.resolved import AUTO, ResolvedConfig
 from launcher.config.zero_section import zero_options
 from launcher.training.history import History
-from launcher.training.origin import Origin, converted, find_extra_files, find_origin, hf_type
-from launcher.training.place import prepare_place
 from launcher.training.rank_machine import device_of_ranks, machine_of_ranks
 from launcher.training.routing_files import RoutingFiles
 from launcher.training.run_data import leaves_remainders, open_data
+from launcher.training.run_origin import RunOrigin, converted, find_extra_files, find_origin, hf_type
+from launcher.training.run_preparation import prepare_run
 from launcher.training.run_state import Progress, TrainingRun
 from launcher.training.start import say_choice, say_start
 from launcher.training.task_builder import build_task
@@ -49,7 +49,7 @@ def build_run(requested: RunConfig, device: torch.device, stop: StopRequest | No
         expert=parallel.expert,
         check_rows=parallel.check_rows == "on",
     )
-    folder = prepare_place(config, model, mesh, device)
+    folder = prepare_run(config, model, mesh, device)
 
     begin("opening the data")
     # Before any allocation: find the run's origin and its data.
@@ -132,7 +132,7 @@ def build_engine(config: ResolvedConfig, mesh: Mesh, *, accumulation: int) -> Ze
     )
 
 
-def set_weights(origin: Origin, engine: ZeroEngine, model: ModelConfig, *, seed: int) -> Progress:
+def set_weights(origin: RunOrigin, engine: ZeroEngine, model: ModelConfig, *, seed: int) -> Progress:
     """Set the weights: from a run's checkpoint with its moments, from other weights, or at random. Collective.
 
     Return the run's progress.
@@ -146,7 +146,7 @@ def set_weights(origin: Origin, engine: ZeroEngine, model: ModelConfig, *, seed:
     return Progress()
 
 
-def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> Progress:
+def _resume(origin: RunOrigin, engine: ZeroEngine, model: ModelConfig) -> Progress:
     """Load weights and moments from a checkpoint; return its run's progress. Collective."""
     assert origin.folder is not None
     training = load_checkpoint(origin.folder, engine, model).manifest["training"]
@@ -158,7 +158,7 @@ def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> Progress:
     return Progress(step=origin.step, expert_load_LE=load_LE, history=History.of(training), validation_due=due)
 
 
-def _start(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> None:
+def _start(origin: RunOrigin, engine: ZeroEngine, model: ModelConfig) -> None:
     assert origin.folder is not None
     load_weights(origin.folder, engine, model)
     log.info("Started from the weights in %s.", origin.folder)

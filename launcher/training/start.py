@@ -23,7 +23,7 @@ from launcher.plan.planned_world import World
 from launcher.plan.seconds import StepSeconds, slowest
 from launcher.plan.zero_bytes import StepBytes
 from launcher.run_folder import LOGS
-from launcher.training.origin import Origin
+from launcher.training.run_origin import RunOrigin
 from launcher.training.summary import Start, details, header, outlook, warnings
 from launcher.training.task_builder import batch_layout
 from launcher.wording import ONLY_IN_FILE, short_duration
@@ -49,7 +49,7 @@ def say_start(
     config: ResolvedConfig,
     model: ModelConfig,
     device: torch.device,
-    origin: Origin,
+    origin: RunOrigin,
     loader: Loader,
     *,
     mesh: Mesh,

@@ -13,7 +13,7 @@ from launcher.config.model_section import describe_change, model_changes
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.memory_estimate import Memory, gib, memory_by_stage
 from launcher.training.learning_rate_schedule import learning_rate
-from launcher.training.origin import Origin
+from launcher.training.run_origin import RunOrigin
 from launcher.wording import format_count, short_duration
 from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
@@ -31,7 +31,7 @@ class Start:
     mesh: Mesh
     device: str
     """Name of the ranks' device."""
-    origin: Origin
+    origin: RunOrigin
     memory: Memory
     free_bytes: int
     """Free memory: on one GPU, or on the CPU for all ranks on the machine."""

@@ -18,11 +18,11 @@ from launcher.metrics.throughput import (
     tokens_per_second,
     training_flops,
 )
-from launcher.training.feed import StepData
 from launcher.training.hook import RunningStep, StepHook
 from launcher.training.hooks import step_hooks
 from launcher.training.learning_rate_schedule import learning_rate
 from launcher.training.run_state import Progress, TrainingRun
+from launcher.training.step_prefetch import StepData
 from launcher.training.totals import StepSums, StepTotals
 from longctx.errors import GradientError
 from longctx.model.experts.balance import load_share, move_selection_bias_
@@ -56,7 +56,12 @@ class TrainStep:
             # 1. The step's rows, and this rank's shard of each micro-batch. The next step's are prefetched meanwhile.
             data, waited = run.feed.next_step()
             step = RunningStep(
-                number=number, progress=progress, data=data, waited=waited, scope=scope, history=progress.history
+                number=number,
+                progress=progress,
+                data=data,
+                data_wait_seconds=waited,
+                scope=scope,
+                history=progress.history,
             )
 
             # 2. Counts over all ranks come before the first backward: they divide each shard's part of the loss, so
@@ -67,7 +72,7 @@ class TrainStep:
                 hook.before_forward(step)
             step.sums = self.forward_backward(step)
             begin("summing the step")
-            step.totals = step.sums.over_ranks(_model_flops(run, data), step.summed)
+            step.totals = step.sums.over_ranks(_model_flops(run, data), step.extra_sums)
             step.loss = run.engine.model.mean_loss(step.totals.sums, step.counts)
             step.lr = learning_rate(number, run.config.train)
 
@@ -75,20 +80,20 @@ class TrainStep:
             for hook in self.hooks:
                 hook.before_update(step)
             try:
-                step.grad_norm = run.engine.step(step.lr, lambda norm: not step.skip_reason(norm))
+                step.grad_norm = run.engine.step(step.lr, lambda norm: not step.refusal_reason(norm))
             except GradientError as error:
                 # Drop the traceback, whose frames hold the step's tensors.
-                step.failure = error.with_traceback(None)
+                step.gradient_error = error.with_traceback(None)
             load_LE = self._balance(step)
             for hook in self.hooks:
                 hook.after_update(step)
-            if step.failure is not None and not step.skipped:
-                raise step.failure
+            if step.gradient_error is not None and not step.skip_reason:
+                raise step.gradient_error
 
         # 4. The step's report. The clock stops here: metrics and checkpoints are not part of the step's time.
         record = self._record(step, seconds=time.perf_counter() - started)
         for hook in self.hooks:
-            hook.record(step, record)
+            hook.before_log(step, record)
         after = Progress(step=number, expert_load_LE=load_LE, history=step.history, stop_requested=step.stop_requested)
         return after, record
 
@@ -98,7 +103,7 @@ class TrainStep:
         if step.progress.expert_load_LE is not None:
             load_LE = load_share(step.progress.expert_load_LE).to(run.device)
         for number, (rows, shard) in enumerate(zip(step.data.rows, step.data.shards, strict=True)):
-            for each in step.each_micro_batch:
+            for each in step.before_micro_batch:
                 each(number)
             # Dropout and jitter depend only on the run's seed, the step and a token's index in it, so another degree or
             # a resumed run samples the same numbers.
@@ -107,7 +112,7 @@ class TrainStep:
                 first_tokens=run.first_tokens(rows),
                 first_source_tokens=run.first_source_tokens(rows),
                 expert_load_LE=load_LE,
-                replay=step.choices(number),
+                replay=step.routing_replay(number),
             )
             # Only one micro-batch at a time is on the device; backward frees its activations.
             loss = run.engine.forward(shard.unpack(run.device, run.engine.model.prepare), training_pass)
@@ -124,7 +129,7 @@ class TrainStep:
         # After the optimizer, so that forward and backward use the same bias. The next step's balance loss may also
         # read the load, or the previous step's if this one was skipped.
         run = self.run
-        if not run.model.num_experts or step.failure is not None:
+        if not run.model.num_experts or step.gradient_error is not None:
             return step.progress.expert_load_LE
         if run.model.selection_bias_rate:
             biases = run.engine.model.network.selection_biases()
@@ -140,7 +145,7 @@ class TrainStep:
             "loss": step.loss if run.engine.model.num_loss_tokens(counts) else None,
             "lr": step.lr,
             "grad_norm": step.grad_norm,
-            **_speed(run, counts, totals, seconds=seconds, waited=step.waited),
+            **_speed(run, counts, totals, seconds=seconds, waited=step.data_wait_seconds),
             **source_record(step.data.after),
             **degree_record(step.data.degrees),
             **pair_record(totals, counts),

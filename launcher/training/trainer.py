@@ -14,7 +14,7 @@ from launcher.checkpoint.retention import VALIDATION_LOSS
 from launcher.cluster.launch_commands import ours
 from launcher.metrics.metrics_writer import LogSchedule, RecordWriter
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, missing_steps, truncate_after
-from launcher.metrics.trackers.thread import Trackers, open_trackers
+from launcher.metrics.trackers.tracker_threads import Trackers, open_trackers
 from launcher.run_folder import write_config_and_environment
 from launcher.training.hooks.message_checksums import check_validation_messages
 from launcher.training.hooks.plan_watch import PlanWatch, comparison_line

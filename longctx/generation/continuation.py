@@ -50,7 +50,7 @@ class GenerationOptions:
         return 1
 
     @property
-    def expected_tokens(self) -> int:
+    def reserved_tokens(self) -> int:
         """New tokens to reserve cache memory for; the last one is never fed back, so it stores no keys."""
         return min(max(self.max_new_tokens - 1, 0), _MAX_RESERVED_TOKENS)
 
@@ -85,7 +85,7 @@ class GenerationOptions:
             raise ConfigError(f"max_new_tokens={self.max_new_tokens} must not be negative.")
         _check_ids(model, prompt_ids, "prompt")
 
-    def ends(self, prompt_ids: Sequence[int]) -> Callable[[int], bool]:
+    def stopping_criterion(self, prompt_ids: Sequence[int]) -> Callable[[int], bool]:
         """Return a function that takes a continuation's tokens in turn and returns True for one that ends it.
 
         It checks stop ids and stop strings; the caller counts tokens against ``max_new_tokens``.
@@ -109,14 +109,14 @@ class Continuation:
     Choosing and adding are separate calls: if processes share the sequence, one of them chooses and all add its token.
     """
 
-    def __init__(self, request: GenerationOptions, prompt_ids: Sequence[int]) -> None:
-        assert not isinstance(request.strategy, Beams), "beam search chooses several tokens per step"
+    def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int]) -> None:
+        assert not isinstance(options.strategy, Beams), "beam search chooses several tokens per step"
         self.ids: list[int] = []
         """New tokens so far."""
-        self._choose = request.strategy.start()
-        self._apply_penalties = request.penalties.start(prompt_ids)
-        self._is_last = request.ends(prompt_ids)
-        self._max_new_tokens = request.max_new_tokens
+        self._choose = options.strategy.start()
+        self._apply_penalties = options.penalties.start(prompt_ids)
+        self._is_last = options.stopping_criterion(prompt_ids)
+        self._max_new_tokens = options.max_new_tokens
         self._is_stopped = False
 
     @property

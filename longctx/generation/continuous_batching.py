@@ -47,7 +47,7 @@ def generate_batch(
     with an encoder, ``sources`` has the encoder's input for each prompt. All processes that share the model's sequences
     must make the same call. An invalid request fails at the call.
     """
-    request = GenerationOptions(
+    options = GenerationOptions(
         max_new_tokens=max_new_tokens,
         strategy=strategy or Greedy(),
         penalties=penalties or Penalties(),
@@ -63,13 +63,13 @@ def generate_batch(
         raise ConfigError(f"{len(prompts)} prompts and {len(of_each)} sources: each prompt needs one.")
     for index, prompt_ids in enumerate(prompts):
         try:
-            request.check(model, prompt_ids, of_each[index])
+            options.check(model, prompt_ids, of_each[index])
         except ConfigError as error:
             raise ConfigError(f"prompt {index} of {len(prompts)}: {error}") from error
-    if isinstance(request.strategy, Beams):
+    if isinstance(options.strategy, Beams):
         both = enumerate(zip(prompts, of_each, strict=True))
-        return ((index, list(stream(model, prompt, request, source))) for index, (prompt, source) in both)
-    return _release_sources_after(model, _generate_all(model, prompts, of_each, request, max_sequences))
+        return ((index, list(stream(model, prompt, options, source))) for index, (prompt, source) in both)
+    return _release_sources_after(model, _generate_all(model, prompts, of_each, options, max_sequences))
 
 
 def _release_sources_after(model: Decoder, found: Iterator[tuple[int, list[int]]]) -> Iterator[tuple[int, list[int]]]:
@@ -94,7 +94,7 @@ def _generate_all(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
     sources: Sequence[Sequence[int] | None],
-    request: GenerationOptions,
+    options: GenerationOptions,
     max_sequences: int,
 ) -> Iterator[tuple[int, list[int]]]:
     new_cache = model.new_caches(min(max_sequences, len(prompts)))
@@ -105,12 +105,12 @@ def _generate_all(
         accepted = []
         while waiting and len(under_way) + len(accepted) < max_sequences:
             index, cache = waiting.pop(), new_cache()
-            cache.reserve(request.expected_tokens)
-            accepted.append(_Sequence(index, Continuation(request, prompts[index]), cache))
+            cache.reserve(options.reserved_tokens)
+            accepted.append(_Sequence(index, Continuation(options, prompts[index]), cache))
         accepted_sources = [source for s in accepted if (source := sources[s.index]) is not None]
         if accepted_sources:
-            read_sources(model, accepted_sources, [s.cache for s in accepted], request.chunk_tokens)
-        _enter(model, request, accepted, prompts)
+            read_sources(model, accepted_sources, [s.cache for s in accepted], options.chunk_tokens)
+        _enter(model, options, accepted, prompts)
         under_way += accepted
         finished = _pop_finished(under_way)
         yield from finished
@@ -118,7 +118,7 @@ def _generate_all(
         if under_way and not finished:
             new_ids = [_pending_ids(model, sequence, prompts) for sequence in under_way]
             caches = [sequence.cache for sequence in under_way]
-            _add_tokens(request, under_way, read_each(model, new_ids, caches, request.chunk_tokens))
+            _add_tokens(options, under_way, read_each(model, new_ids, caches, options.chunk_tokens))
             yield from _pop_finished(under_way)
 
 
@@ -132,21 +132,21 @@ def _pending_ids(model: Decoder, sequence: _Sequence, prompts: Sequence[Sequence
 
 
 def _enter(
-    model: Decoder, request: GenerationOptions, sequences: list[_Sequence], prompts: Sequence[Sequence[int]]
+    model: Decoder, options: GenerationOptions, sequences: list[_Sequence], prompts: Sequence[Sequence[int]]
 ) -> None:
     """Read these sequences' prompts together, and choose their first tokens."""
     active = [sequence for sequence in sequences if not sequence.continuation.is_finished]
     if active:
         ids, caches = [prompts[sequence.index] for sequence in active], [sequence.cache for sequence in active]
-        _add_tokens(request, active, read_each(model, ids, caches, request.chunk_tokens))
+        _add_tokens(options, active, read_each(model, ids, caches, options.chunk_tokens))
 
 
-def _add_tokens(request: GenerationOptions, sequences: list[_Sequence], logits_NV: Tensor) -> None:
+def _add_tokens(options: GenerationOptions, sequences: list[_Sequence], logits_NV: Tensor) -> None:
     """Choose each sequence's next token."""
     continuations = [sequence.continuation for sequence in sequences]
 
     def choose() -> list[int]:
-        if request.is_greedy:
+        if options.is_greedy:
             return logits_NV.argmax(-1).tolist()
         return [of_one.choose(logits_V) for of_one, logits_V in zip(continuations, logits_NV, strict=True)]
 

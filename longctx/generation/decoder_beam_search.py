@@ -22,18 +22,18 @@ _NONE = -1
 
 @torch.inference_mode()
 def search_beams(
-    model: Decoder, prompt_ids: list[int], request: GenerationOptions, beams: Beams, cache: KVCache
+    model: Decoder, prompt_ids: list[int], options: GenerationOptions, beams: Beams, cache: KVCache
 ) -> Iterator[int]:
     """Yield the best continuation when it is found.
 
     Processes that share the cache follow the first one's search; the others' search state is never read.
     """
-    if request.max_new_tokens == 0:
+    if options.max_new_tokens == 0:
         return
     state = BeamSearch(
-        beams, request.max_new_tokens, lambda ids: _is_finished(request, prompt_ids, ids), len(request.stop_ids)
+        beams, options.max_new_tokens, lambda ids: _is_finished(options, prompt_ids, ids), len(options.stop_ids)
     )
-    apply_penalties = request.penalties.start(prompt_ids)
+    apply_penalties = options.penalties.start(prompt_ids)
 
     def next_beams(logits_NV: Tensor) -> list[int]:
         log_probs_NV = logits_NV.cpu().log_softmax(-1)
@@ -43,7 +43,7 @@ def search_beams(
         return chosen or [_NONE] * (2 * beams.num_beams)
 
     # Every beam is the prompt, read once: its next-token logits are the same for all, and only one beam is extended.
-    logits_NV = last_logits(model, prefill(model, prompt_ids, cache, request.chunk_tokens)).expand(beams.num_beams, -1)
+    logits_NV = last_logits(model, prefill(model, prompt_ids, cache, options.chunk_tokens)).expand(beams.num_beams, -1)
     caches: list[KVCache] = [cache] * beams.num_beams
     # Beams as broadcast to all processes.
     running: list[list[int]] = [[]] * beams.num_beams
@@ -59,10 +59,10 @@ def search_beams(
             for of_one in caches:
                 of_one.free()
             pending_ids = [prompt_ids + ids for ids in running]
-        logits_NV = read_each(model, pending_ids, caches, request.chunk_tokens)
+        logits_NV = read_each(model, pending_ids, caches, options.chunk_tokens)
     # The other processes do not know the length, so broadcast a fixed number of integers.
-    padding = [_NONE] * request.max_new_tokens
-    best = cache.once(lambda: (state.best() + padding)[: request.max_new_tokens], request.max_new_tokens)
+    padding = [_NONE] * options.max_new_tokens
+    best = cache.once(lambda: (state.best() + padding)[: options.max_new_tokens], options.max_new_tokens)
     yield from (token for token in best if token != _NONE)
 
 
@@ -84,9 +84,9 @@ def assign_caches(caches: Sequence[KVCache], beams: Sequence[Beam]) -> list[KVCa
     return found
 
 
-def _is_finished(request: GenerationOptions, prompt_ids: list[int], ids: Sequence[int]) -> bool:
-    if request.stop_strings is None:
-        return ids[-1] in request.stop_ids
+def _is_finished(options: GenerationOptions, prompt_ids: list[int], ids: Sequence[int]) -> bool:
+    if options.stop_strings is None:
+        return ids[-1] in options.stop_ids
     # Beams change places, so read each beam's text from its start.
-    is_last = request.ends(prompt_ids)
+    is_last = options.stopping_criterion(prompt_ids)
     return any(is_last(token) for token in ids)

@@ -38,7 +38,7 @@ def generate(
     The prompt is read once, about ``chunk_tokens`` at a time, then one token per step with cached keys. All processes
     that share the model's sequences must make the same call with the full prompt, and get the same tokens.
     """
-    request = GenerationOptions(
+    options = GenerationOptions(
         max_new_tokens=max_new_tokens,
         strategy=strategy or Greedy(),
         penalties=penalties or Penalties(),
@@ -46,38 +46,38 @@ def generate(
         stop_strings=stop_strings,
         chunk_tokens=chunk_tokens,
     )
-    return list(stream(model, prompt_ids, request, source_ids))
+    return list(stream(model, prompt_ids, options, source_ids))
 
 
 def stream(
-    model: Decoder, prompt_ids: Sequence[int], request: GenerationOptions, source_ids: Sequence[int] | None = None
+    model: Decoder, prompt_ids: Sequence[int], options: GenerationOptions, source_ids: Sequence[int] | None = None
 ) -> Iterator[int]:
     """Yield the tokens of ``generate``, each as soon as it is chosen; with beams, all when the search is over.
 
     An invalid request fails at the call.
     """
-    request.check(model, prompt_ids, source_ids)
+    options.check(model, prompt_ids, source_ids)
     # The model's attention core knows which processes share the sequence.
-    cache = model.new_caches(request.num_caches)()
+    cache = model.new_caches(options.num_caches)()
     # Otherwise the first new token would copy the full prompt's keys.
-    cache.reserve(request.expected_tokens)
+    cache.reserve(options.reserved_tokens)
     if source_ids is not None:
         read_sources(model, [source_ids], [cache])
-    if isinstance(request.strategy, Beams):
-        return search_beams(model, list(prompt_ids), request, request.strategy, cache)
-    return _tokens(model, list(prompt_ids), request, cache)
+    if isinstance(options.strategy, Beams):
+        return search_beams(model, list(prompt_ids), options, options.strategy, cache)
+    return _tokens(model, list(prompt_ids), options, cache)
 
 
 @torch.inference_mode()
-def _tokens(model: Decoder, prompt_ids: list[int], request: GenerationOptions, cache: KVCache) -> Iterator[int]:
+def _tokens(model: Decoder, prompt_ids: list[int], options: GenerationOptions, cache: KVCache) -> Iterator[int]:
     """Yield tokens; each is read when the next is requested."""
-    continuation, new_ids = Continuation(request, prompt_ids), prompt_ids
+    continuation, new_ids = Continuation(options, prompt_ids), prompt_ids
     while not continuation.is_finished:
         # The cached keys no longer match the rotation: read everything again.
         if starts_over(model, cache, len(new_ids)):
             cache.free()
             new_ids = prompt_ids + continuation.ids
-        logits_V = last_logits(model, prefill(model, new_ids, cache, request.chunk_tokens))[0]
+        logits_V = last_logits(model, prefill(model, new_ids, cache, options.chunk_tokens))[0]
         # Choose once and broadcast: with different rounding, processes would otherwise continue different texts.
         new_ids = cache.once(lambda logits_V=logits_V: [continuation.choose(logits_V)], 1)
         continuation.add(new_ids[0])

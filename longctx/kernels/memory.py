@@ -42,13 +42,13 @@ def available_bytes(
     """
     free = psutil.virtual_memory().available
     if with_growth:
-        free += growth_bytes(proc, system)
+        free += pluggable_bytes(proc, system)
     for folder in _group_folders(proc, groups):
         free = min(free, _left_in_group(folder, free))
     return free
 
 
-def growth_bytes(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> int:
+def pluggable_bytes(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> int:
     """Return the bytes by which this machine's memory may grow: those a balloon holds.
 
     If memory can be plugged in, return a very large number. Return 0 on a machine that does not report growth, even if

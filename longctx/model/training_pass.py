@@ -13,8 +13,8 @@ from torch import Tensor
 
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
+from longctx.integer_hash import mix64
 from longctx.kernels.processor import MatmulMode, fastest_matmul_mode
-from longctx.mixing import mix64
 from longctx.model.activation_offload import Keep, Store
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.replay import RoutingReplay

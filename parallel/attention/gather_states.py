@@ -15,7 +15,7 @@ from torch import Tensor
 from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
 from parallel.runtime.activity import ACTIVITY
-from parallel.schedule.states import Open, StatePlan
+from parallel.schedule.states import SplitSegment, StatePlan
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class GatherStates:
     def _exchange(
         self,
         mine_sBKDW: Tensor,
-        sent: tuple[tuple[Open, ...], ...],
-        wanted: tuple[tuple[Open, ...], ...],
+        sent: tuple[tuple[SplitSegment, ...], ...],
+        wanted: tuple[tuple[SplitSegment, ...], ...],
         *,
         before: bool,
         after: bool,
@@ -69,7 +69,7 @@ class GatherStates:
 
 
 def start_gather(
-    mesh: Mesh, mine_s: Tensor, sent: Sequence[Sequence[Open]], *, operation: str, layer: int
+    mesh: Mesh, mine_s: Tensor, sent: Sequence[Sequence[SplitSegment]], *, operation: str, layer: int
 ) -> Callable[[], Tensor]:
     """Start gathering each rank's tensor [s, …], with one entry per sent segment, to [P, s, …]."""
     # An all-gather needs equal sizes, so pad every rank to the one that sends the most.
@@ -95,8 +95,8 @@ class _Source(NamedTuple):
 
 def _add_running(
     sums_sBKDW: Tensor,
-    wanted: Sequence[Open],
-    sent: Sequence[Sequence[Open]],
+    wanted: Sequence[SplitSegment],
+    sent: Sequence[Sequence[SplitSegment]],
     states_PsBKDW: Tensor,
     *,
     backwards: bool,

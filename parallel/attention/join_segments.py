@@ -22,7 +22,7 @@ from longctx.kernels.gated_delta.gated_delta_call import InitialStates
 from parallel.attention.gather_states import start_gather
 from parallel.mesh import Mesh
 from parallel.runtime.activity import ACTIVITY
-from parallel.schedule.states import Open, StatePlan
+from parallel.schedule.states import SplitSegment, StatePlan
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class JoinSegments:
     # reverse for gradients), so after the map of segment i the state equals the one that a single process has at its
     # end.
     def _compose(
-        self, pairs_PsBHDW: Tensor, sent: Sequence[Sequence[Open]], wanted: Sequence[Open], *, sign: int
+        self, pairs_PsBHDW: Tensor, sent: Sequence[Sequence[SplitSegment]], wanted: Sequence[SplitSegment], *, sign: int
     ) -> Tensor:
         """Return the segments' initial states, composed from earlier maps in their document (later ones, if sign is
         -1).
@@ -136,14 +136,14 @@ class JoinSegments:
         return results
 
     @property
-    def _given(self) -> tuple[Open, ...]:
+    def _given(self) -> tuple[SplitSegment, ...]:
         return self.plan.given[self.mesh.context_rank]
 
     @property
-    def _taken(self) -> tuple[Open, ...]:
+    def _taken(self) -> tuple[SplitSegment, ...]:
         return self.plan.taken[self.mesh.context_rank]
 
-    def _gather(self, mine_s: Tensor, sent: Sequence[Sequence[Open]]) -> Callable[[], Tensor]:
+    def _gather(self, mine_s: Tensor, sent: Sequence[Sequence[SplitSegment]]) -> Callable[[], Tensor]:
         return start_gather(self.mesh, mine_s, sent, operation="joining gated delta segments", layer=self.layer)
 
 

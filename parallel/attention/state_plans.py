@@ -22,7 +22,7 @@ from parallel.attention.cached_attention import chunk_problem, verify_chunk
 from parallel.attention.context_parallel_plan import CoreOverRanks, build_sequence_layout, flattened, tokens_problem
 from parallel.layout.cached_layout import ChunkPlacement
 from parallel.mesh import Mesh
-from parallel.schedule.states import Open, StatePlan
+from parallel.schedule.states import SplitSegment, StatePlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,20 +149,20 @@ def _of_chunk(placement: ChunkPlacement, mesh: Mesh) -> tuple[StatePlan | None, 
     states = StatePlan.build(placement.layout)
     every = tuple(tuple(_every_segment(states, rank)) for rank in range(mesh.context))
     # Request one extra state, over all segments: the one after the chunk.
-    end = Open(document=0, start=placement.num_tokens, segment=-1)
+    end = SplitSegment(document=0, start=placement.num_tokens, segment=-1)
     wanted = tuple((*of_rank, end) for of_rank in every)
     own = tuple(x.segment for x in every[mesh.context_rank])
     segments = StateSegments(PackedDocuments.of(states.ends[mesh.context_rank]), received=own, sent=own)
     return replace(states, given=every, taken=wanted), segments
 
 
-def _every_segment(states: StatePlan, rank: int) -> list[Open]:
+def _every_segment(states: StatePlan, rank: int) -> list[SplitSegment]:
     """Return all the rank's segments, with their first tokens."""
-    found: list[Open] = []
+    found: list[SplitSegment] = []
     row, ends = 0, states.ends[rank]
     for run in states.layout.rank_runs(rank):
         # Adjacent runs merge into one segment: then no segment starts at this row.
         if row in ends[:-1]:
-            found.append(Open(document=0, start=run.start, segment=ends.index(row)))
+            found.append(SplitSegment(document=0, start=run.start, segment=ends.index(row)))
         row += run.count
     return found

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.audit.again import flat_copies, name_of, tensors_in
 from parallel.audit.call_sample import CallSample, Kind, Place
 from parallel.audit.matmul_tiles import sample_of_large
+from parallel.audit.repeated_call import flat_copies, name_of, tensors_in
 from parallel.audit.tensor_copies import Copied, MemoryLayout, extract_tensors
 from parallel.runtime.activity import ACTIVITY
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.devices import on_cpu
-from parallel.audit.again import flat_copies, tensors_in
 from parallel.audit.bits import BitDifference, difference, matmul_difference
 from parallel.audit.call_sample import CallSample, Place
+from parallel.audit.repeated_call import flat_copies, tensors_in
 from parallel.audit.tensor_copies import Copied, TensorSlot
 
 _REPEATED = 4

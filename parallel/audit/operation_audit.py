@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from parallel.audit.adamw import UpdateCapture
-from parallel.audit.again import compute_again
 from parallel.audit.audit_decision import Case, Mismatch, RepeatedResult, find_mismatch
 from parallel.audit.bits import BitDifference, difference, digest, matmul_difference, update_difference
 from parallel.audit.call_sample import UPDATE, CallSample, Kind
 from parallel.audit.capture import Capture, operators_of
-from parallel.audit.rank_comparison import Assigned, Likeness, assign_auditing_ranks, likeness
+from parallel.audit.rank_comparison import AuditAssignment, RankProfile, assign_auditing_ranks, profile_rank
+from parallel.audit.repeated_call import repeat_call
 from parallel.audit.sample_exchange import exchange
 from parallel.comm.world import any_rank, gather_objects
 from parallel.runtime.activity import begin
@@ -66,8 +66,8 @@ class OperationAudit:
         """Audit one in ``every`` steps; 0 disables it."""
         self._audited, self._seed, self._every, self._rank = audited, seed, every, rank
         self._limit = limit_bytes
-        self._assigned: list[Assigned] = []
-        self._ranks: list[Likeness] = []
+        self._assigned: list[AuditAssignment] = []
+        self._ranks: list[RankProfile] = []
         self._samples: list[CallSample] = []
 
     def kind_of(self, step: int) -> Kind | None:
@@ -79,19 +79,19 @@ class OperationAudit:
         return self._generator(step, -1).choices(kinds, [SHARES[kind] for kind in kinds])[0]
 
     @property
-    def ranks(self) -> list[Likeness]:
+    def ranks(self) -> list[RankProfile]:
         """Descriptions of all ranks; empty before the first audit."""
         return self._ranks
 
     @property
-    def assigned(self) -> list[Assigned]:
+    def assigned(self) -> list[AuditAssignment]:
         """Auditing ranks of each rank; empty before the first audit."""
         return self._assigned
 
     def prepare(self) -> None:
         """Compare the ranks, before the first audit. Collective."""
         begin("comparing the ranks' hardware and kernels")
-        mine = likeness(socket.gethostname(), self._audited.device, self._audited.dtype, self._audited.kernel)
+        mine = profile_rank(socket.gethostname(), self._audited.device, self._audited.dtype, self._audited.kernel)
         self._ranks = gather_objects(mine)
         self._assigned = assign_auditing_ranks(self._ranks)
 
@@ -144,7 +144,7 @@ class OperationAudit:
     def _case(self, number: int, sample: CallSample) -> Case:
         own, second = sample.own, ""
         if not sample.is_alone:
-            again = compute_again(sample, self._audited.device)
+            again = repeat_call(sample, self._audited.device)
             second = digest(again)
             # A tile was already compared on this rank; keep a difference found then.
             own = own or self._compare(sample, again, is_exact=True)
@@ -155,7 +155,7 @@ class OperationAudit:
         return Case(rank=self._rank, host=host, number=number, place=sample.place, own=own, second=second)
 
     def _answer(self, victim: int, number: int, sample: CallSample) -> RepeatedResult:
-        again = compute_again(sample, self._audited.device)
+        again = repeat_call(sample, self._audited.device)
         # Ranks with another machine kind compute other bits: only a difference beyond rounding counts.
         found, seen = self._compare(sample, again, self._assigned[victim].exact), ""
         if self._assigned[victim].exact:

@@ -30,7 +30,7 @@ _SHAPES = ((3, 5, 7), (64, 96, 80), (257, 130, 61), (16, 1025, 33))
 
 
 @dataclass(frozen=True)
-class Likeness:
+class RankProfile:
     """A rank's properties for comparison with other ranks."""
 
     host: str
@@ -50,7 +50,7 @@ class Likeness:
 
 
 @dataclass(frozen=True)
-class Assigned:
+class AuditAssignment:
     """Auditing ranks that repeat a rank's calls."""
 
     auditors: tuple[int, ...]
@@ -58,25 +58,25 @@ class Assigned:
     """True if they compute equal bits; otherwise they compare within rounding bounds."""
 
 
-def likeness(host: str, device: torch.device, dtype: torch.dtype, kernel: str) -> Likeness:
+def profile_rank(host: str, device: torch.device, dtype: torch.dtype, kernel: str) -> RankProfile:
     """Build this rank's description."""
     # Run twice: a rank that does not reproduce its own bits has none to compare.
     first, second = (_fixed_results(device, dtype, kernel) for _ in range(2))
-    return Likeness(host, _machine(device), first, first == second, is_elementwise(device))
+    return RankProfile(host, _machine(device), first, first == second, is_elementwise(device))
 
 
-def assign_auditing_ranks(ranks: Sequence[Likeness]) -> list[Assigned]:
+def assign_auditing_ranks(ranks: Sequence[RankProfile]) -> list[AuditAssignment]:
     """Assign auditing ranks to each rank, on other hosts if possible."""
     order = _interleave_hosts([x.host for x in ranks])
-    assigned: list[Assigned] = []
+    assigned: list[AuditAssignment] = []
     for rank, mine in enumerate(ranks):
         others = _after(order, rank)
         # The nearest ones, to share the work: each rank audits two others.
         same_kind = [other for other in others if ranks[other].kind == mine.kind]
         if same_kind or not others:
-            assigned.append(Assigned(tuple(same_kind[:_AUDITORS]), exact=True))
+            assigned.append(AuditAssignment(tuple(same_kind[:_AUDITORS]), exact=True))
         else:
-            assigned.append(Assigned(tuple(others[:_AUDITORS]), exact=False))
+            assigned.append(AuditAssignment(tuple(others[:_AUDITORS]), exact=False))
     return assigned
 
 

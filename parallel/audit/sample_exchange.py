@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from parallel.audit.call_sample import CallSample
-from parallel.audit.rank_comparison import Assigned
+from parallel.audit.rank_comparison import AuditAssignment
 from parallel.audit.tensor_copies import from_bytes, joined_bytes
 from parallel.comm.communicator import Communicator
 from parallel.comm.process_groups import control_group
@@ -15,7 +15,7 @@ from parallel.comm.world import gather_objects
 
 
 def exchange(
-    samples: Sequence[CallSample], assigned: Sequence[Assigned], rank: int
+    samples: Sequence[CallSample], assigned: Sequence[AuditAssignment], rank: int
 ) -> dict[int, dict[int, CallSample]]:
     """Return the samples that this rank must recompute, by source rank and index. Collective.
 

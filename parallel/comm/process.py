@@ -24,7 +24,7 @@ from parallel.runtime.interface import choose_gloo_interface
 from parallel.runtime.launched import code_version, environment_rank, ranks_of_machine
 from parallel.runtime.listening import free_port, is_agents_store, listen, rendezvous_host
 from parallel.runtime.watch.current import active_watch, start_watch, stop_watch
-from parallel.runtime.watch.last_words import print_last_message
+from parallel.runtime.watch.last_message import print_last_message
 from parallel.runtime.watch.watch_options import WatchOptions
 
 RENDEZVOUS_SECONDS = 45.0

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from longctx.mixing import GOLDEN, mix64_array
+from longctx.integer_hash import GOLDEN, mix64_array
 from parallel.layout.zigzag import Pieces, head_and_tail
 
 GRAIN = 128

@@ -17,7 +17,7 @@ from longctx.kernels.linear_attention import StateSegments
 from parallel.layout.sequence import SequenceLayout
 
 
-class Open(NamedTuple):
+class SplitSegment(NamedTuple):
     """Segment (neighbouring tokens from one document on one rank) whose document has other segments."""
 
     document: int
@@ -47,9 +47,9 @@ class StatePlan:
     causal: bool
     ends: tuple[tuple[int, ...], ...]
     """Per rank, segment ends in local rows, from 0."""
-    given: tuple[tuple[Open, ...], ...]
+    given: tuple[tuple[SplitSegment, ...], ...]
     """Per rank, segments whose state other segments need, in local (and global) order."""
-    taken: tuple[tuple[Open, ...], ...]
+    taken: tuple[tuple[SplitSegment, ...], ...]
     """Per rank, segments that need other segments' states, in local (and global) order."""
 
     @classmethod
@@ -93,7 +93,7 @@ class StatePlan:
         """Return the token count of a rank's segment."""
         return self.ends[rank][segment + 1] - self.ends[rank][segment]
 
-    def sources(self, document: int, sent: Sequence[Sequence[Open]]) -> list[StateSource]:
+    def sources(self, document: int, sent: Sequence[Sequence[SplitSegment]]) -> list[StateSource]:
         """Return a document's segments among the sent ones, in sequence order."""
         sources = []
         for rank, of_rank in enumerate(sent):
@@ -102,7 +102,7 @@ class StatePlan:
                     sources.append(StateSource(x.start, rank, slot, self.length(rank, x.segment)))
         return sorted(sources)
 
-    def rows_before(self, x: Open, num_rows: int) -> list[tuple[StateSource, int, int]]:
+    def rows_before(self, x: SplitSegment, num_rows: int) -> list[tuple[StateSource, int, int]]:
         """Return the segments that hold the ``num_rows`` tokens before ``x``, as (source, tokens, tokens between it and
         ``x``).
 
@@ -140,12 +140,14 @@ def _build_plan(layout: SequenceLayout, cu_seqlens: tuple[int, ...], causal: boo
     first = {document: min(of) for document, of in starts.items()}
     last = {document: max(of) for document, of in starts.items()}
 
-    given: list[tuple[Open, ...]] = []
-    taken: list[tuple[Open, ...]] = []
+    given: list[tuple[SplitSegment, ...]] = []
+    taken: list[tuple[SplitSegment, ...]] = []
     ends: list[tuple[int, ...]] = []
     for own in by_rank:
         # A document within one segment needs no remote state.
-        split_segments = [Open(x.document, x.start, n) for n, x in enumerate(own) if len(starts[x.document]) > 1]
+        split_segments = [
+            SplitSegment(x.document, x.start, n) for n, x in enumerate(own) if len(starts[x.document]) > 1
+        ]
         # If causal, a document's last segment sends its state to no segment, and its first receives from no segment.
         given.append(tuple(x for x in split_segments if not causal or x.start != last[x.document]))
         taken.append(tuple(x for x in split_segments if not causal or x.start != first[x.document]))

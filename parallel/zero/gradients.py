@@ -74,7 +74,7 @@ def named_on_any_rank(found: Tensor, names: Iterable[str]) -> list[str]:
     return [name for name, one in zip(names, found.tolist(), strict=True) if one]
 
 
-class Seen:
+class SeenNorm:
     """Gradient norm that an update saw."""
 
     norm: float | None = None
@@ -87,9 +87,9 @@ def always_update(norm: float) -> bool:
 
 
 @contextmanager
-def refusing(should_update: UpdateCheck) -> Iterator[Seen]:
+def refusing(should_update: UpdateCheck) -> Iterator[SeenNorm]:
     """Make ZeRO's optimizers skip an update if ``should_update`` rejects the norm, and clear the gradients."""
-    seen = Seen()
+    seen = SeenNorm()
 
     def is_invalid(norm: Any) -> bool:
         if is_invalid_grad_norm(norm):

@@ -38,7 +38,7 @@ class TensorPart(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Odd:
+class MismatchedTensor:
     """Tensor with unexpected bits on some rank."""
 
     part: TensorPart
@@ -74,7 +74,7 @@ class Replicas:
         """Stored checksums, in the order of ``ZeroEngine.owned_pieces``; empty if not stored."""
         return [total for _, total in self._stored]
 
-    def compare(self) -> list[Odd]:
+    def compare(self) -> list[MismatchedTensor]:
         """Return tensors that mismatch between replicas, or since ``store_sums``. Collective.
 
         The result is equal on every rank, and empty if all tensors match.
@@ -153,7 +153,7 @@ class Replicas:
         values = self._stacked(list(sums.values()))
         return mixed(values + mixed(torch.arange(1, len(sums) + 1, device=self._device))).sum()
 
-    def _mismatched_replicas(self, checksum_table: dict[TensorPart, Sum]) -> list[Odd]:
+    def _mismatched_replicas(self, checksum_table: dict[TensorPart, Sum]) -> list[MismatchedTensor]:
         """Return, by tensor, the ranks that mismatch the other replicas. Collective."""
         degree, found = self._expert_degree, []
         of_ranks = gather_objects({part: int(total) for part, total in checksum_table.items()})
@@ -168,7 +168,7 @@ class Replicas:
         return found
 
 
-def find_odd_ranks(part: TensorPart, sums: dict[int, int]) -> Iterable[Odd]:
+def find_odd_ranks(part: TensorPart, sums: dict[int, int]) -> Iterable[MismatchedTensor]:
     """Yield the ranks whose checksum mismatches the majority; all of them without a majority."""
     counts = Counter(sums.values())
     if len(counts) == 1:
@@ -176,21 +176,25 @@ def find_odd_ranks(part: TensorPart, sums: dict[int, int]) -> Iterable[Odd]:
     # A strict majority, not only the most common value: two ranks with the same error would outnumber one correct rank.
     majority, count = counts.most_common(1)[0]
     if 2 * count > len(sums):
-        yield Odd(part=part, ranks=tuple(rank for rank, total in sums.items() if total != majority), decided=True)
+        yield MismatchedTensor(
+            part=part, ranks=tuple(rank for rank, total in sums.items() if total != majority), decided=True
+        )
     else:
-        yield Odd(part=part, ranks=tuple(sums), decided=False)
+        yield MismatchedTensor(part=part, ranks=tuple(sums), decided=False)
 
 
-def _is_known(odd: Odd, changed: set[int]) -> bool:
+def _is_known(odd: MismatchedTensor, changed: set[int]) -> bool:
     """Return True if ranks whose own state has changed explain the mismatch."""
     if odd.decided:
         return set(odd.ranks) <= changed
     return bool(changed)
 
 
-def _odd_own(of_ranks: Sequence[Sequence[TensorPart]]) -> list[Odd]:
+def _odd_own(of_ranks: Sequence[Sequence[TensorPart]]) -> list[MismatchedTensor]:
     return [
-        Odd(part=part, ranks=(rank,), decided=True, own=True) for rank, parts in enumerate(of_ranks) for part in parts
+        MismatchedTensor(part=part, ranks=(rank,), decided=True, own=True)
+        for rank, parts in enumerate(of_ranks)
+        for part in parts
     ]
 
 

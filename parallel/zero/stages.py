@@ -24,7 +24,7 @@ from parallel.zero.partition import WORKING, Extent, Partition, Wrapping
 from parallel.zero.swapping import WeightSwapper
 
 
-class Whole(Partition):
+class ReplicatedPartition(Partition):
     """Stage 0: every rank holds full weights, masters, moments and gradients; a weight is its own master."""
 
     is_whole = True
@@ -126,7 +126,7 @@ def _skip_update() -> None:
 # Stages 1 and 2: DeepSpeed concatenates a group's parameters into one flat buffer and gives each rank an equal range,
 # so a range may begin and end inside a parameter. ``_hp_mapping`` links a parameter to the part inside this rank's
 # range.
-class Flat(Partition):
+class FlatPartition(Partition):
     """Stages 1 and 2: full weights on every rank, and one range per flat buffer of masters and moments.
 
     In stage 2 gradients are partitioned in flat buffers, too.
@@ -193,7 +193,7 @@ class Flat(Partition):
         self.engine.optimizer.update_lp_params()
 
 
-class Sharded(Partition):
+class ShardedPartition(Partition):
     """Stage 3: every rank holds a part of each weight, with its master, moments and gradient.
 
     Each parameter is cut into equal parts, one per rank; the last parts are padded.
@@ -314,5 +314,10 @@ class Sharded(Partition):
         return max(0, min(part_numel, self._tensors.local[name].numel() - start))
 
 
-PARTITIONS: dict[int, Callable[[Wrapping], Partition]] = {0: Whole, 1: Flat, 2: Flat, 3: Sharded}
+PARTITIONS: dict[int, Callable[[Wrapping], Partition]] = {
+    0: ReplicatedPartition,
+    1: FlatPartition,
+    2: FlatPartition,
+    3: ShardedPartition,
+}
 """Partition class per ZeRO stage."""

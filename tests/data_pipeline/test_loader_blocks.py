@@ -18,12 +18,12 @@ from data_pipeline.rows.epoch_blocks import BlockAssignment, BlockPlanner, First
 from data_pipeline.rows.order import FolderOrder
 from data_pipeline.rows.pack import Packing, plan_parts
 from data_pipeline.shards.reader import ShardSet
-from launcher.training.feed import StepFeed
+from launcher.training.step_prefetch import StepPrefetcher
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
 from tests.data_pipeline.lengths import global_rows, write_lengths
-from tests.launcher.training.test_feed import all_of_it
+from tests.launcher.training.test_step_prefetch import all_of_it
 
 SEQ_LEN = 128
 
@@ -185,7 +185,7 @@ def test_the_next_block_is_planned_before_it_is_needed(shards: ShardSet, monkeyp
 def test_feeds_give_one_stream_whoever_reads_it(shards: ShardSet, stream, degree, workers, prefetch_steps):
     ranks = loaders(shards, degree=degree)
     options = {"workers": workers, "prefetch_steps": prefetch_steps, "num_steps": 12, "device": torch.device("cpu")}
-    feeds = [StepFeed(rank, all_of_it, **options) for rank in ranks]
+    feeds = [StepPrefetcher(rank, all_of_it, **options) for rank in ranks]
     try:
         for step in range(12):
             given = [feed.next_step()[0] for feed in feeds]

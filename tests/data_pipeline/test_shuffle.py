@@ -42,7 +42,7 @@ def test_the_permutation_never_changes():
 
 def feistel(place: int, count: int, keys: list[int]) -> int:
     """The same network one number at a time, written from its definition: halves, rounds, cycle walking."""
-    from longctx.mixing import mix64
+    from longctx.integer_hash import mix64
 
     bits = (count - 1).bit_length()
     low_bits = (bits + 1) // 2

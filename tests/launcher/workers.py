@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-import launcher.checkpoint.save
-import launcher.checkpoint.saver
+import launcher.checkpoint.background_saver
+import launcher.checkpoint.checkpoint_files
 import launcher.cluster.exit
-import launcher.metrics.trackers.thread
+import launcher.metrics.trackers.tracker_threads
 import launcher.report.page
 import launcher.training.trainer
 from launcher.cluster.exit import run_to_exit_code
@@ -29,13 +29,17 @@ from launcher.training.train_step import TrainStep
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.errors import CheckpointError
-from longctx.model.chunks.parts import LayerParts
+from longctx.model.chunks.layer_parts import LayerParts
 from parallel.comm.world import gather_objects
 from tests.helpers import run_distributed
 from tests.launcher.runs import SCREEN, tiny_config
 from tests.parallel.zero.swapping import swap_everything
 
-SAVING = (launcher.checkpoint.saver, launcher.checkpoint.save, launcher.checkpoint.saver.HostCopy)
+SAVING = (
+    launcher.checkpoint.background_saver,
+    launcher.checkpoint.checkpoint_files,
+    launcher.checkpoint.background_saver.HostCopy,
+)
 """Where the stages of a save are."""
 
 
@@ -232,4 +236,4 @@ def rows(folder: Path) -> list[Record]:
 def leave_out_pictures() -> None:
     """Write no report and no TensorBoard events: they take longer than all steps of a tiny run."""
     launcher.report.page.write_report = lambda folder: folder / "report.html"
-    launcher.metrics.trackers.thread.ALWAYS = ()
+    launcher.metrics.trackers.tracker_threads.ALWAYS = ()

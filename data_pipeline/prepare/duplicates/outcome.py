@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from data_pipeline.prepare.completion_record import are_whole, load_record, save_record, sync_files
 from data_pipeline.prepare.duplicates.decide import Decision
 from data_pipeline.prepare.duplicates.signed import SignedCorpus
-from data_pipeline.prepare.sealed import are_whole, load_record, save_record, sync_files
 from data_pipeline.prepare.source_items import Document
 from data_pipeline.shards.manifest import Manifest
 from data_pipeline.stores.urls import Location

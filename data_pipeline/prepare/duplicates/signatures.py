@@ -11,7 +11,7 @@ import numpy as np
 
 from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule
 from data_pipeline.prepare.duplicates.units import unit_hashes
-from longctx.mixing import mix64, mix64_array
+from longctx.integer_hash import mix64, mix64_array
 
 GROUP_CHARACTERS = 1 << 18
 """Characters hashed at once: the arrays fit into a processor's cache."""

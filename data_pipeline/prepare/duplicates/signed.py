@@ -18,9 +18,9 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
+from data_pipeline.prepare.completion_record import are_whole, load_record, save_record, sync_files
 from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import Signer, band_keys
-from data_pipeline.prepare.sealed import are_whole, load_record, save_record, sync_files
 from longctx.files import sync_path
 
 FORMAT = "longctx-signed-1"

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from longctx.mixing import GOLDEN, mix64_array
+from longctx.integer_hash import GOLDEN, mix64_array
 
 _BETWEEN, _IN_WORD, _ALONE = 0, 1, 2
 # Our own code point ranges: Python's tables change with its version, but signatures must not.

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.prepare.completion_record import load_record, save_record
 from data_pipeline.prepare.encode_texts import TextMismatch
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
-from data_pipeline.prepare.sealed import load_record, save_record
 from data_pipeline.shards.block_checksum import checksum_file
 from data_pipeline.shards.manifest import ShardEntry
 from longctx.files import hash_file

@@ -13,10 +13,10 @@ from launcher.doctor.check_result import CheckResult, worst
 from launcher.doctor.host_checks import Host
 from launcher.doctor.network.network_probe import NetworkState, probe_network
 from launcher.doctor.network.network_results import (
-    bandwidth_hint,
+    bandwidth_result,
     host_network_results,
     machine_network_results,
-    skipped,
+    skipped_result,
     state_to_json,
 )
 from launcher.doctor.remote import WORKER, HostAnswer, remote_command_line, ssh_command
@@ -55,16 +55,16 @@ def check_hosts(hosts: Sequence[Host], *, port: int, hostfile: Path, num_ranks: 
     # rendezvous there.
     names = [host.name for host in hosts if isinstance(host.answer, HostAnswer)]
     if names[:1] != [hosts[0].name]:
-        return Network(results=[skipped(f"{hosts[0].name}, the rendezvous host, does not answer")])
+        return Network(results=[skipped_result(f"{hosts[0].name}, the rendezvous host, does not answer")])
     if len(names) < 2:
-        return Network(results=[skipped("no other host answers")])
+        return Network(results=[skipped_result("no other host answers")])
     state = probe_hosts(names, port=port)
     results = host_network_results(state)
     if len(names) > MOST_HOSTS:
         value = f"checked between {MOST_HOSTS} of {len(names)} hosts, evenly spaced"
         results.append(CheckResult.of("network", value))
     launcher = f"mpirun --hostfile {shlex.quote(str(hostfile))} -np {num_ranks} "
-    return Network(results=[*results, bandwidth_hint(state, launcher)], state=state)
+    return Network(results=[*results, bandwidth_result(state, launcher)], state=state)
 
 
 def check_this_machine(num_gpus: int) -> Network:
@@ -72,7 +72,7 @@ def check_this_machine(num_gpus: int) -> Network:
     state = probe_this_machine(num_gpus)
     results = machine_network_results(state)
     if num_gpus > 1:
-        results.append(bandwidth_hint(state))
+        results.append(bandwidth_result(state))
     return Network(results=results, state=state)
 
 

@@ -24,7 +24,7 @@ _MAX_NAMES = 4
 _OPEN_PORTS = "open TCP between the hosts, for the rendezvous port and all of net.ipv4.ip_local_port_range"
 
 
-def skipped(why: str) -> CheckResult:
+def skipped_result(why: str) -> CheckResult:
     """Report that the network check was skipped."""
     return CheckResult.of("network", f"not checked: {why}")
 
@@ -32,18 +32,18 @@ def skipped(why: str) -> CheckResult:
 def host_network_results(state: NetworkState, environment: Mapping[str, str] = os.environ) -> list[CheckResult]:
     """Return all results for the network between a hostfile's hosts; ``environment`` is this machine's."""
     # Causes before consequences: missing host, unsuitable interface, blocked port, NCCL.
-    results = _failed_host_results(state) + check_variables(state, environment)
-    results += check_gloo_interface(state) + check_nccl_network(state)
+    results = _failed_host_results(state) + _variable_results(state, environment)
+    results += _gloo_interface_results(state) + _nccl_network_results(state)
     return results + _port_results(state) + _nccl_start_results(state)
 
 
 def machine_network_results(state: NetworkState) -> list[CheckResult]:
     """Return all results for one machine: NCCL's network to others, local ports, and NCCL between its GPUs."""
-    results = _failed_host_results(state) + check_local_nccl(state)
+    results = _failed_host_results(state) + _local_nccl_results(state)
     return results + _blocked_port_results(state) + _nccl_start_results(state)
 
 
-def bandwidth_hint(state: NetworkState, launcher: str = "") -> CheckResult:
+def bandwidth_result(state: NetworkState, command_prefix: str = "") -> CheckResult:
     """Report that rates are not measured, with the command that measures them.
 
     ``launcher`` is a command prefix, with a space at its end, that starts one process per rank (mpirun). Without it one
@@ -54,8 +54,10 @@ def bandwidth_hint(state: NetworkState, launcher: str = "") -> CheckResult:
     # sendrecv_perf measures one ring hop: every rank sends to the next one at the same time.
     if not num_gpus:
         value = "not measured. Without GPUs, use iperf3: `iperf3 -s` on one host, `iperf3 -c HOST -P 4` on another"
-    elif launcher:
-        value = f"not measured. Use nccl-tests (make MPI=1): {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g 1"
+    elif command_prefix:
+        value = (
+            f"not measured. Use nccl-tests (make MPI=1): {command_prefix}./build/sendrecv_perf -b 1M -e 1G -f 4 -g 1"
+        )
     else:
         value = f"not measured. Use nccl-tests: ./build/sendrecv_perf -b 1M -e 1G -f 4 -g {num_gpus}"
     return CheckResult.of("rates", value)
@@ -67,7 +69,7 @@ def state_to_json(state: NetworkState) -> dict[str, Any]:
         "meeting_place": state.rendezvous,
         "interfaces": {name: network.interface for name, network in state.networks.items()},
         "nccl": {
-            name: {"network": nccl_of(state, name).describe(), "was_asked": name in state.nccl}
+            name: {"network": _nccl_network(state, name).describe(), "was_asked": name in state.nccl}
             for name in state.networks
         },
         "blocked": [
@@ -82,7 +84,7 @@ def _failed_host_results(state: NetworkState) -> list[CheckResult]:
     results = []
     # Hosts with the same problem share a line; dict.fromkeys keeps first-seen order.
     for why in dict.fromkeys(state.failures.values()):
-        names = names_of([name for name, reason in state.failures.items() if reason == why])
+        names = _format_names([name for name, reason in state.failures.items() if reason == why])
         hint = f"The network of {names} is unknown: fix its other findings, then try again"
         results.append(CheckResult.of("network", f"{names}: {why}", hint, "fail"))
     return results
@@ -91,7 +93,7 @@ def _failed_host_results(state: NetworkState) -> list[CheckResult]:
 # --- interfaces of gloo and NCCL ---
 
 
-def check_variables(state: NetworkState, environment: Mapping[str, str] = os.environ) -> list[CheckResult]:
+def _variable_results(state: NetworkState, environment: Mapping[str, str] = os.environ) -> list[CheckResult]:
     """Return a warning per variable in ``environment`` that some hosts lack or set otherwise."""
     results = []
     # Workers start with the variables that deepspeed passes (``remote.remote_command_line``), so one that they lack is
@@ -100,30 +102,30 @@ def check_variables(state: NetworkState, environment: Mapping[str, str] = os.env
         value = environment.get(variable)
         hosts_without = [name for name, network in state.networks.items() if network.environment.get(variable) != value]
         if value is not None and hosts_without:
-            text = f"{variable}={value} is set here, and not on {names_of(hosts_without)}"
+            text = f"{variable}={value} is set here, and not on {_format_names(hosts_without)}"
             hint = f"deepspeed does not pass it on: make it {_ENV_FILE_LINE}"
             results.append(CheckResult.of("environment", text, hint))
     return results
 
 
-def check_gloo_interface(state: NetworkState) -> list[CheckResult]:
+def _gloo_interface_results(state: NetworkState) -> list[CheckResult]:
     """Return one result with gloo's interface on every host; empty if no host answered."""
     networks = state.networks
     if not networks or state.rendezvous is None:
         return []
     reason = f"the route to {state.rendezvous[0]}"
     if chosen := [name for name, network in networks.items() if INTERFACE_VARIABLE in network.environment]:
-        reason = f"{INTERFACE_VARIABLE} on {names_of(chosen)}"
-    value = f"{by_value({name: _format_interface(network) for name, network in networks.items()})} ({reason})"
+        reason = f"{INTERFACE_VARIABLE} on {_format_names(chosen)}"
+    value = f"{_format_by_value({name: _format_interface(network) for name, network in networks.items()})} ({reason})"
     hint = ""
     # Two names for one machine reach each other over any interface.
     if _num_machines(state) > 1:
-        hint = interface_hint([network.interface for network in networks.values()], INTERFACE_VARIABLE)
+        hint = _interface_hint([network.interface for network in networks.values()], INTERFACE_VARIABLE)
         hint = hint or _mtu_hint(networks)
     return [CheckResult.of("gloo interface", value, hint)]
 
 
-def interface_hint(names: Iterable[str], variable: str) -> str:
+def _interface_hint(names: Iterable[str], variable: str) -> str:
     """Return advice about one interface name per host, or "" if they suit; ``variable`` selects another."""
     names = list(names)
     example = f"set the one that reaches the other hosts, {variable}=eth0 for example, in {_ENV_FILE_LINE}"
@@ -136,12 +138,13 @@ def interface_hint(names: Iterable[str], variable: str) -> str:
     return ""
 
 
-def check_nccl_network(state: NetworkState) -> list[CheckResult]:
+def _nccl_network_results(state: NetworkState) -> list[CheckResult]:
     """Return one result with the network that NCCL uses, or would use, on every host; empty if no host answered."""
-    networks = {name: nccl_of(state, name) for name in state.networks}
+    networks = {name: _nccl_network(state, name) for name in state.networks}
     if not networks:
         return []
-    value = f"{by_value({name: network.describe() for name, network in networks.items()})} ({_nccl_basis(networks)})"
+    descriptions = {name: network.describe() for name, network in networks.items()}
+    value = f"{_format_by_value(descriptions)} ({_nccl_basis(networks)})"
     hint = ""
     # Without GPUs no run depends on NCCL, and two names for one machine reach each other over any interface.
     has_gpus = any(network.num_gpus for network in state.networks.values())
@@ -153,18 +156,18 @@ def check_nccl_network(state: NetworkState) -> list[CheckResult]:
     return [CheckResult.of("NCCL network", value, hint, status)]
 
 
-def check_local_nccl(state: NetworkState) -> list[CheckResult]:
+def _local_nccl_results(state: NetworkState) -> list[CheckResult]:
     """Return one result with NCCL's network from this machine to others; empty if no local rank answered."""
     if not state.networks:
         return []
     # All surveyed ranks are local and report the same network.
     name = next(iter(state.networks))
-    network = nccl_of(state, name)
+    network = _nccl_network(state, name)
     value = f"{network.describe()} to other machines ({_nccl_basis({name: network})})"
     return [CheckResult.of("NCCL network", value)]
 
 
-def nccl_of(state: NetworkState, name: str) -> NcclNetwork:
+def _nccl_network(state: NetworkState, name: str) -> NcclNetwork:
     """Return the network NCCL reported on a host, or the one its rules predict."""
     return state.nccl.get(name, state.networks[name].nccl)
 
@@ -179,13 +182,13 @@ def _nccl_basis(networks: Mapping[str, NcclNetwork]) -> str:
     if not reported:
         return "predicted by NCCL's rules, without a GPU"
     if len(reported) < len(networks):
-        return f"reported by NCCL on {names_of(reported)}, predicted for the others"
+        return f"reported by NCCL on {_format_names(reported)}, predicted for the others"
     return "reported by NCCL"
 
 
 def _nccl_hint(state: NetworkState, networks: Mapping[str, NcclNetwork]) -> str:
     if isolated := [name for name, network in networks.items() if not network.transport]:
-        hosts = names_of(isolated)
+        hosts = _format_names(isolated)
         return f"NCCL finds no network on {hosts}: check NCCL_SOCKET_IFNAME, NCCL_IB_HCA and NCCL_NET there"
     transports = {network.transport for network in networks.values()}
     # The device checks below compare hosts that share one transport.
@@ -193,14 +196,14 @@ def _nccl_hint(state: NetworkState, networks: Mapping[str, NcclNetwork]) -> str:
         return "Hosts differ, and NCCL cannot start: use the same adapters, drivers and NCCL_ variables on all"
     if unused := [name for name in networks if transports == {SOCKET} and _has_adapter(state.networks[name])]:
         return (
-            f"NCCL ignores active RDMA adapters on {names_of(unused)}: check NCCL_IB_DISABLE and NCCL_IB_HCA, "
+            f"NCCL ignores active RDMA adapters on {_format_names(unused)}: check NCCL_IB_DISABLE and NCCL_IB_HCA, "
             "and /dev/infiniband in a container"
         )
     # Adapter names often differ between machine types; adapters on different fabrics cannot reach each other.
     if transports == {INFINIBAND} and len({network.devices for network in networks.values()}) > 1:
         return "Adapters differ between hosts: select one fabric's with NCCL_IB_HCA"
     # NCCL's ranks rendezvous over TCP even if their data goes over InfiniBand, so that interface counts first.
-    return interface_hint(
+    return _interface_hint(
         [network.bootstrap_interface or next(iter(network.devices), "") for network in networks.values()],
         "NCCL_SOCKET_IFNAME",
     )
@@ -261,7 +264,7 @@ def _blocked_port_results(state: NetworkState) -> list[CheckResult]:
         if is_rendezvous:
             port_kind = "rendezvous port"
             hint += "; or give deepspeed another address of the first host: --master_addr"
-        value = f"{names_of(_describe_blocked(ports, state))}, {port_kind}: {problem}"
+        value = f"{_format_names(_describe_blocked(ports, state))}, {port_kind}: {problem}"
         results.append(CheckResult.of("ports", value, hint, "fail"))
     return results
 
@@ -315,12 +318,12 @@ def _nccl_start_results(state: NetworkState) -> list[CheckResult]:
 # --- host names in messages ---
 
 
-def names_of(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     """Format names as ``a, b`` or ``a, b, c, d and 12 more``."""
     return first_names(list(names), _MAX_NAMES)
 
 
-def by_value(values: Mapping[str, str]) -> str:
+def _format_by_value(values: Mapping[str, str]) -> str:
     """Format one value per host: ``eth0 on all 3 hosts`` if all agree, otherwise ``eth0 on a, b; ib0 on c``.
 
     A single host's value stands alone.
@@ -330,4 +333,6 @@ def by_value(values: Mapping[str, str]) -> str:
         return distinct[0]
     if len(distinct) == 1:
         return f"{distinct[0]} on all {len(values)} hosts"
-    return "; ".join(f"{value} on {names_of([name for name in values if values[name] == value])}" for value in distinct)
+    return "; ".join(
+        f"{value} on {_format_names([name for name in values if values[name] == value])}" for value in distinct
+    )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from launcher.checkpoint.tokenizers import known_decoder
+from launcher.checkpoint.tokenizer_checks import padded_vocab_decode
 from launcher.evaluation.harness.request_batches import assign_by_cost, by_context, packs
 from launcher.evaluation.harness.request_encoder import GenerationRequest
 from launcher.evaluation.harness.settings import Settings
@@ -35,7 +35,7 @@ class HarnessWorker:
         """Load the model. Collective."""
         self.mesh = build_mesh(model_source.model, context=settings.context, expert=settings.expert)
         self._settings, self._model_source, self._device = settings, model_source, device
-        self._decode = known_decoder(model_source.tokenizer)
+        self._decode = padded_vocab_decode(model_source.tokenizer)
         self._model = build_decoder(model_source, self.mesh, getattr(torch, settings.dtype), device)
 
     def score(self, pairs: Sequence[Pair]) -> dict[int, Score]:

@@ -56,7 +56,7 @@ class StepAudit(StepHook):
         """Raise TrainingError if other ranks compute a different update. Collective."""
         self._resolve(step, update=True)
 
-    def record(self, step: RunningStep, record: Record) -> None:
+    def before_log(self, step: RunningStep, record: Record) -> None:
         """Record the audited part."""
         kind = self._audit.kind_of(step.number)
         if kind is not None:

@@ -43,12 +43,12 @@ class Collapse(StepHook):
         self._reported_L |= found_L
         return [self._layers[row] for row in found_L.nonzero().flatten().tolist()]
 
-    def record(self, step: RunningStep, record: Record) -> None:
+    def before_log(self, step: RunningStep, record: Record) -> None:
         """Warn about collapsed layers. A skipped step has no load of its own."""
         if (
             self._layers
             and self._worst >= _MIN_RATIO
-            and not step.skipped
+            and not step.skip_reason
             and (found := self.find(step.totals.counts_LE))
         ):
             log.warning("%s", self.warning(found, step.number))

@@ -17,7 +17,7 @@ class CompileWatch(StepHook):
     def __init__(self) -> None:
         self._before = CompileCount(0, 0.0)
 
-    def record(self, step: RunningStep, record: Record) -> None:
+    def before_log(self, step: RunningStep, record: Record) -> None:
         """Log graphs compiled since the last call."""
         # The counter covers the process, so log the difference.
         now = compile_count()

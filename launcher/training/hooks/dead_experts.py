@@ -36,9 +36,9 @@ class DeadExperts(StepHook):
         self._reported_LE |= dead_LE
         return [expert_name(self._layers[row], expert) for row, expert in dead_LE.nonzero().tolist()]
 
-    def record(self, step: RunningStep, record: Record) -> None:
+    def before_log(self, step: RunningStep, record: Record) -> None:
         """Warn about dead experts. A skipped step has no load of its own."""
-        if self._layers and not step.skipped and (dead := self.find(step.totals.counts_LE)):
+        if self._layers and not step.skip_reason and (dead := self.find(step.totals.counts_LE)):
             log.warning("%s", self.warning(dead, step.number))
 
     def warning(self, names: Sequence[str], step: int) -> str:

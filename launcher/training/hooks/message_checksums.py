@@ -21,8 +21,8 @@ class MessageChecksums(StepHook):
 
     def before_forward(self, step: RunningStep) -> None:
         """Add the message balance to the step's sums."""
-        step.each_micro_batch.append(self._ledger.begin)
-        step.summed[_MESSAGES] = self._ledger.balance
+        step.before_micro_batch.append(self._ledger.begin)
+        step.extra_sums[_MESSAGES] = self._ledger.balance
 
     def before_update(self, step: RunningStep) -> None:
         """Raise ClusterError if bytes changed in transit: their gradient must not reach the weights."""

@@ -24,7 +24,7 @@ class PlanWatch(StepHook):
         self._peak_bytes = 0
         self._is_first = True
 
-    def record(self, step: RunningStep, record: Record) -> None:
+    def before_log(self, step: RunningStep, record: Record) -> None:
         """Add a step. A process's first step allocates and compiles, so its seconds do not count."""
         self._peak_bytes = max(self._peak_bytes, record["max_memory_bytes"])
         if not self._is_first:

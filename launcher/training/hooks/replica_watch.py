@@ -15,7 +15,7 @@ from launcher.wording import first_names
 from longctx.errors import TrainingError
 from parallel.comm.messages.message_checksum import Sum, on_host
 from parallel.comm.world import gather_objects, long_barrier
-from parallel.zero.replica_check import Odd, Replicas
+from parallel.zero.replica_check import MismatchedTensor, Replicas
 
 _MAX_REPORTED = 3
 """Limit on groups of ranks in a message."""
@@ -76,7 +76,7 @@ def _check(run: TrainingRun, replicas: Replicas, where: str, step: int) -> None:
         raise TrainingError(_message(run, odd, hosts, where, step), fault_event(run, step, results))
 
 
-def _message(run: TrainingRun, odd: Sequence[Odd], hosts: Sequence[str], where: str, step: int) -> str:
+def _message(run: TrainingRun, odd: Sequence[MismatchedTensor], hosts: Sequence[str], where: str, step: int) -> str:
     """Return one screen, the same on every rank: the mismatches, their hosts, and how to continue."""
     lines = [f"in {where}, bits in weights or moments have changed without an update (run.replicas_every)."]
     found: dict[tuple[tuple[int, ...], bool, bool], list[str]] = {}
@@ -102,7 +102,7 @@ def _message(run: TrainingRun, odd: Sequence[Odd], hosts: Sequence[str], where: 
     return "\n".join(lines)
 
 
-def _way_out(run: TrainingRun, odd: Sequence[Odd], step: int) -> str:
+def _way_out(run: TrainingRun, odd: Sequence[MismatchedTensor], step: int) -> str:
     suspect = ""
     if any(one.own for one in odd):
         # Ranks compare before they save. A single rank's values may have changed since its update, and been saved.

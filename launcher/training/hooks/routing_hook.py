@@ -16,7 +16,7 @@ class RoutingHook(StepHook):
         """Give each micro-batch the choices that it records or replays. Collective if it replays."""
         # Replaying reads the step's file here, so that a damaged file fails on every rank.
         self._files.begin(step.number, step.data.order, self._run.token_indices(step.data))
-        step.choices = self._files.replay
+        step.routing_replay = self._files.replay
 
     def after_update(self, step: RunningStep) -> None:
         """Write the choices. Collective."""

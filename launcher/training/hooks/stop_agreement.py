@@ -20,12 +20,12 @@ class StopTogether(StepHook):
     def before_forward(self, step: RunningStep) -> None:
         """Add this rank's request to the step's sums."""
         # Evaluated only when the step is summed, so a request during backward still counts.
-        step.summed[_STOP] = lambda device: torch.tensor([float(self._stop.is_requested())], device=device)
+        step.extra_sums[_STOP] = lambda device: torch.tensor([float(self._stop.is_requested())], device=device)
 
     def before_update(self, step: RunningStep) -> None:
         """Store the agreed result in the step."""
         step.stop_requested = bool(step.totals.summed[_STOP])
 
-    def record(self, step: RunningStep, record: Record) -> None:
+    def before_log(self, step: RunningStep, record: Record) -> None:
         """Store a step's seconds, from which the time for a last save is estimated."""
         self._stop.step_seconds = record["step_seconds"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from longctx.errors import CheckpointError
 from longctx.storage.safetensors import DTYPES
 
-MAPPED_BYTES = 64 * 2**20
+REMAP_AFTER_BYTES = 64 * 2**20
 """Bytes to read through one mapping before the file is mapped again.
 
 Pages that were read count as resident memory until their mapping is closed.
@@ -28,10 +28,10 @@ class PickledFile:
     naming the file, unless it is a dict of dense CPU tensors and contains all their storages.
     """
 
-    def __init__(self, path: Path, *, mapped_bytes: int = MAPPED_BYTES) -> None:
+    def __init__(self, path: Path, *, remap_after_bytes: int = REMAP_AFTER_BYTES) -> None:
         """Map the file and check all entries without reading tensors; ``mapped_bytes`` as for ``MAPPED_BYTES``."""
         self.path = path
-        self._mapped_bytes = mapped_bytes
+        self._remap_after_bytes = remap_after_bytes
         self._read_bytes = 0
         self._tensors = _load(path)
         _check_records(path, self._tensors)
@@ -55,7 +55,7 @@ class PickledFile:
         """Return a contiguous copy of the tensor in its own memory; raise CheckpointError as ``dtype`` does."""
         # Check the dtype before copying.
         self.dtype(name)
-        if self._read_bytes > self._mapped_bytes:
+        if self._read_bytes > self._remap_after_bytes:
             # Free the old mapping before making a new one.
             self._tensors = {}
             self._read_bytes = 0
@@ -80,12 +80,12 @@ def _load(path: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} contains a {type(content).__name__}, not a dict of tensors.")
     for name, value in content.items():
-        _check(path, name, value)
+        _check_entry(path, name, value)
     # Parameters become plain tensors.
     return {name: value.detach() for name, value in content.items()}
 
 
-def _check(path: Path, name: Any, value: Any) -> None:
+def _check_entry(path: Path, name: Any, value: Any) -> None:
     """Raise CheckpointError unless an entry is a named, dense CPU tensor within its storage."""
     if not isinstance(name, str):
         raise CheckpointError(f"{path} has the tensor name {name!r}, which is not text.")

@@ -26,7 +26,7 @@ from longctx.evaluation.ruler.fit_length import (
 from longctx.evaluation.ruler.prompt_templates import NEEDLE, NIAH, NOISE
 from longctx.evaluation.ruler.word_lists import adjective_nouns
 
-DEPTHS = [int(depth) for depth in np.round(np.linspace(0, 100, num=40, endpoint=True))]
+DEPTHS_PERCENT = [int(depth) for depth in np.round(np.linspace(0, 100, num=40, endpoint=True))]
 """Possible needle depths in an essay: the share of sentences before the needle, in per cent."""
 
 
@@ -34,11 +34,11 @@ DEPTHS = [int(depth) for depth in np.round(np.linspace(0, 100, num=40, endpoint=
 class RulerNeedles:
     """One of the eight tasks: the arguments for NVIDIA's script."""
 
-    haystack: str
+    haystack_type: str
     """Their ``--type_haystack``: ``noise`` (one repeated line), ``needle`` (other needles) or ``essay`` (a text)."""
-    keys: str = "words"
+    key_type: str = "words"
     """Their ``--type_needle_k``: ``words``, ``numbers`` or ``uuids``."""
-    values: str = "numbers"
+    value_type: str = "numbers"
     """Their ``--type_needle_v``, with the same options."""
     num_keys: int = 1
     """Their ``--num_needle_k``; at least ``num_queries`` keys are hidden."""
@@ -55,13 +55,13 @@ class RulerNeedles:
         draw = partial(self._draw, Random(seed), seed, haystack)
         # Words for an essay, otherwise lines. As in the script, which names it ``incremental``.
         step = 25
-        if self.haystack == "essay":
+        if self.haystack_type == "essay":
             step = 500
         elif budget.is_short:
             step = 5
         units = units_by_estimate(draw, budget, step=step)
         # The script repeats a short haystack without a message: a different text, so a different task.
-        if haystack is not None and self.haystack == "essay" and units > haystack.num_words:
+        if haystack is not None and self.haystack_type == "essay" and units > haystack.num_words:
             raise _haystack_error(draw, budget, haystack, step=step)
         while True:
             yield sample_fitting(draw, budget, units=units, step=step)
@@ -71,12 +71,12 @@ class RulerNeedles:
         keys: list[str] = []
         values: list[list[str]] = []
         for _ in range(max(self.num_keys, self.num_queries)):
-            keys.append(_random_text(random, self.keys))
-            values.append([_random_text(random, self.values) for _ in range(self.num_values)])
+            keys.append(_random_text(random, self.key_type))
+            values.append([_random_text(random, self.value_type) for _ in range(self.num_values)])
         needles = [self._needle(key, value) for key, of_key in zip(keys, values, strict=True) for value in of_key]
         # The script shuffles with the same seed each time: every sample permutes its needles in the same way.
         Random(seed).shuffle(needles)
-        if self.haystack == "essay":
+        if self.haystack_type == "essay":
             assert haystack is not None
             context = _insert_in_essay(random, haystack, needles, units)
         else:
@@ -86,14 +86,15 @@ class RulerNeedles:
         return RulerPrompt(prompt=self._prompt(context, [keys[index] for index in query_indices]), answers=answers)
 
     def _needle(self, key: str, value: str) -> str:
-        return NEEDLE.format(type_needle_v=self.values, key=key, value=value)
+        return NEEDLE.format(type_needle_v=self.value_type, key=key, value=value)
 
     def _insert_in_lines(self, random: Random, needles: list[str], units: int) -> str:
         """Return ``units`` lines of noise or other needles, with the needles between them."""
         lines = [NOISE] * units
-        if self.haystack == "needle":
+        if self.haystack_type == "needle":
             lines = [
-                self._needle(_random_text(random, self.keys), _random_text(random, self.values)) for _ in range(units)
+                self._needle(_random_text(random, self.key_type), _random_text(random, self.value_type))
+                for _ in range(units)
             ]
         # Not earlier: the script also fails only after it has sampled the lines.
         if units < len(needles):
@@ -109,7 +110,7 @@ class RulerNeedles:
         query = keys[0]
         if len(keys) > 1:
             query = f"{', '.join(keys[:-1])}, and {keys[-1]}"
-        template, kind = NIAH.text, self.values
+        template, kind = NIAH.text, self.value_type
         if self.num_queries * self.num_values == 1:
             # One after the other, as in the script: each replacement works on the previous result. The context is
             # filled in afterwards, so its words stay.
@@ -134,7 +135,7 @@ def _insert_in_essay(random: Random, haystack: Haystack, needles: list[str], uni
     # prompt.
     repeats = -(-units // haystack.num_words)
     sentences = haystack.split(" ".join((haystack.words * repeats)[:units]))
-    positions = sorted(int(len(sentences) * (depth / 100)) for depth in random.sample(DEPTHS, len(needles)))
+    positions = sorted(int(len(sentences) * (depth / 100)) for depth in random.sample(DEPTHS_PERCENT, len(needles)))
     parts: list[str] = []
     start = 0
     for position, needle in zip(positions, needles, strict=True):

@@ -83,27 +83,33 @@ def _needle_task(name: str, description: str, needles: RulerNeedles) -> RulerTas
     return RulerTask(
         name=f"ruler_niah_{name}",
         description=description,
-        prompt_budget={"noise": NOISE, "needle": KEYS, "essay": TEXT}[needles.haystack],
+        prompt_budget={"noise": NOISE, "needle": KEYS, "essay": TEXT}[needles.haystack_type],
         answer_tokens=prompt_templates.NIAH.answer_tokens,
         texts=lambda budget, setting: needles.texts(budget, setting.seed, setting.haystack),
         cue="The special magic",
-        needs_haystack=needles.haystack == "essay",
+        needs_haystack=needles.haystack_type == "essay",
     )
 
 
 RULER_TASKS = (
-    _needle_task("single_1", "RULER: one number in a repeated line", RulerNeedles(haystack="noise")),
-    _needle_task("single_2", "RULER: one number in a text", RulerNeedles(haystack="essay")),
-    _needle_task("single_3", "RULER: one UUID in a text", RulerNeedles(haystack="essay", values="uuids")),
-    _needle_task("multikey_1", "RULER: one number among four in a text", RulerNeedles(haystack="essay", num_keys=4)),
-    _needle_task("multikey_2", "RULER: one number among very many", RulerNeedles(haystack="needle")),
+    _needle_task("single_1", "RULER: one number in a repeated line", RulerNeedles(haystack_type="noise")),
+    _needle_task("single_2", "RULER: one number in a text", RulerNeedles(haystack_type="essay")),
+    _needle_task("single_3", "RULER: one UUID in a text", RulerNeedles(haystack_type="essay", value_type="uuids")),
     _needle_task(
-        "multikey_3", "RULER: one UUID among very many", RulerNeedles(haystack="needle", keys="uuids", values="uuids")
+        "multikey_1", "RULER: one number among four in a text", RulerNeedles(haystack_type="essay", num_keys=4)
+    ),
+    _needle_task("multikey_2", "RULER: one number among very many", RulerNeedles(haystack_type="needle")),
+    _needle_task(
+        "multikey_3",
+        "RULER: one UUID among very many",
+        RulerNeedles(haystack_type="needle", key_type="uuids", value_type="uuids"),
     ),
     _needle_task(
-        "multivalue", "RULER: four numbers for one key in a text", RulerNeedles(haystack="essay", num_values=4)
+        "multivalue", "RULER: four numbers for one key in a text", RulerNeedles(haystack_type="essay", num_values=4)
     ),
-    _needle_task("multiquery", "RULER: numbers for four keys in a text", RulerNeedles(haystack="essay", num_queries=4)),
+    _needle_task(
+        "multiquery", "RULER: numbers for four keys in a text", RulerNeedles(haystack_type="essay", num_queries=4)
+    ),
     RulerTask(
         name="ruler_vt",
         description="RULER: all variables in an assignment chain",

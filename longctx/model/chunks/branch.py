@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.model.chunks.chunk_store import Stored, in_turn
-from longctx.model.chunks.parts import ChunkBackward, leaves
+from longctx.model.chunks.layer_parts import ChunkBackward, leaves
 from longctx.model.chunks.residual_stream import ResidualStream
 
 Join = Callable[[Tensor, Tensor], Tensor]

@@ -11,7 +11,7 @@ from longctx.architecture.layer_specs import groups_of
 from longctx.model.chunks.chunk_store import Stored, in_turn
 from longctx.model.chunks.group_attention import Attended, Projected, backward_by_groups, forward_by_groups
 from longctx.model.chunks.head_groups import ByGroups
-from longctx.model.chunks.parts import ChunkBackward, LayerParts, leaves
+from longctx.model.chunks.layer_parts import ChunkBackward, LayerParts, leaves
 from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.cross_block import CrossBlock
 from longctx.model.mixers.cross_projections import CrossCall

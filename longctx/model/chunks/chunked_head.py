@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.kernels.cross_entropy import as_scalars, scaled
 from longctx.model.chunks.chunk_store import Stored, in_turn
-from longctx.model.chunks.parts import WeightSums
+from longctx.model.chunks.layer_parts import WeightSums
 from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.chunks.token_table import gradient_by_rows, is_summed_by_rows
 from longctx.model.head import HeadCalls

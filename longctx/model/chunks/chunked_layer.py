@@ -18,7 +18,7 @@ from longctx.model.chunks.chunk_store import Stored, in_turn
 from longctx.model.chunks.chunked_cross import ChunkedCross
 from longctx.model.chunks.group_attention import Attended, Projected, backward_by_groups, forward_by_groups
 from longctx.model.chunks.head_groups import ByGroups
-from longctx.model.chunks.parts import ChunkBackward, LayerParts, leaves
+from longctx.model.chunks.layer_parts import ChunkBackward, LayerParts, leaves
 from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.experts.moe_layer import MoECall
 from longctx.model.experts.router import RouterStats

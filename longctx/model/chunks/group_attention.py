@@ -11,7 +11,7 @@ from torch import Tensor
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.chunks.chunk_store import ChunkStore, PutOnce, Stored
 from longctx.model.chunks.head_groups import ByGroups, groups_in_turn
-from longctx.model.chunks.parts import ChunkBackward, leaves
+from longctx.model.chunks.layer_parts import ChunkBackward, leaves
 from longctx.model.recompute import RecomputeCache
 
 

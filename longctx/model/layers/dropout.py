@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longctx.integer_hash import mix64
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.mixing import mix64
 
 _CHUNK_VALUES = 1 << 21
 """Values with random bits in memory at a time: 8 MB, next to tensors hundreds of times as large."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from parallel.runtime.watch.door import keep_alive
+from parallel.runtime.watch.connection_acceptor import keep_alive
 from parallel.runtime.watch.failure import FAILED, Failure, MessageStream, encode_message, line_of_key
 from parallel.runtime.watch.processes import RankProcess
 from parallel.runtime.watch.watch_coordinator import died

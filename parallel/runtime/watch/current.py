@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from parallel.runtime.listening import rendezvous_host
 from parallel.runtime.watch.key import KEY_VARIABLE, WatchKey, environment_key, new_key, read_key
-from parallel.runtime.watch.member import Member
+from parallel.runtime.watch.rank_watch import RankWatch
 from parallel.runtime.watch.stopped_rank_guard import start_guard
 from parallel.runtime.watch.watch_coordinator import Coordinator
 from parallel.runtime.watch.watch_options import WatchOptions
@@ -28,11 +28,11 @@ _GUARD_SECONDS = 10.0
 """Beyond the timeout: when the guard resumes a stopped rank that is alone on its machine."""
 
 # One per process, like torch's world group.
-_member: Member | None = None
+_member: RankWatch | None = None
 _stop_text = "Interrupted."
 
 
-def active_watch() -> Member | None:
+def active_watch() -> RankWatch | None:
     """Return this process's member of the watch; None in a single process, and before rendezvous."""
     return _member
 
@@ -73,10 +73,10 @@ def start_watch(store: Store, options: WatchOptions) -> None:
         start_guard(options.timeout + _GUARD_SECONDS, port)
 
 
-def _join(address: tuple[str, int], options: WatchOptions, *, key: str, hub: Coordinator | None = None) -> Member:
+def _join(address: tuple[str, int], options: WatchOptions, *, key: str, hub: Coordinator | None = None) -> RankWatch:
     connection = socket.create_connection(address, timeout=options.rendezvous_seconds)
     connection.settimeout(None)
-    return Member(connection, options, key=key, hub=hub, stop_text=_stop_text)
+    return RankWatch(connection, options, key=key, hub=hub, stop_text=_stop_text)
 
 
 def _find_key(store: Store, file: str) -> str:

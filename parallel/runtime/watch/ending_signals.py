@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from parallel.runtime.watch.failure import SIGINT_CODE, Failure
-from parallel.runtime.watch.last_words import end_process
+from parallel.runtime.watch.last_message import end_process
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Termination signals. Without a handler, the system ends the process before this listener runs."""

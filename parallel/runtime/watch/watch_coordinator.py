@@ -19,11 +19,16 @@ import threading
 import time
 from typing import Any
 
-from parallel.runtime.watch.door import SEND_SECONDS, Door, Guest, StrangerError
+from parallel.runtime.watch.connection_acceptor import (
+    SEND_SECONDS,
+    ConnectionAcceptor,
+    PendingConnection,
+    UnauthenticatedError,
+)
 from parallel.runtime.watch.failure import FAILED, Failure, encode_message
 from parallel.runtime.watch.key import WatchKey
-from parallel.runtime.watch.overseer import Overseer
 from parallel.runtime.watch.processes import RankProcess
+from parallel.runtime.watch.rank_monitor import RankMonitor
 from parallel.runtime.watch.watch_options import WatchOptions
 
 log = logging.getLogger(__name__)
@@ -38,11 +43,11 @@ class Coordinator:
         _allow_many_files()
         self._hint, self._heartbeat_seconds = options.hint, options.heartbeat_seconds
         self._selector = selectors.DefaultSelector()
-        self._door = Door(host, key, world_size=options.world_size, selector=self._selector)
+        self._door = ConnectionAcceptor(host, key, world_size=options.world_size, selector=self._selector)
         # Writing to one end wakes the thread, which also selects on the other end.
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._overseer = Overseer(options, send=self._door.send_to, fail=self._fail)
+        self._overseer = RankMonitor(options, send=self._door.send_to, fail=self._fail)
         self._failure: Failure | None = None
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="watch hub", daemon=True)
@@ -99,7 +104,7 @@ class Coordinator:
         for end in (self._wake, self._woken):
             end.close()
 
-    def _read(self, guest: Guest) -> None:
+    def _read(self, guest: PendingConnection) -> None:
         """Read a rank's data, or detect that it is gone."""
         data = b""
         with contextlib.suppress(OSError):
@@ -112,16 +117,16 @@ class Coordinator:
                 self._take(guest, message)
         # Any error: ranks send only valid messages, and no unrelated client may end this thread.
         except Exception as error:
-            if not isinstance(error, StrangerError):
+            if not isinstance(error, UnauthenticatedError):
                 log.warning("dropped a connection to the watch coordinator: %s: %s", type(error).__name__, error)
             if self._door.guest(guest.socket) is not None:
                 self._handle_disconnect(guest)
 
-    def _take(self, guest: Guest, message: dict[str, Any]) -> None:
+    def _take(self, guest: PendingConnection, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if guest.rank is None:
             if kind != "hello":
-                raise StrangerError
+                raise UnauthenticatedError
             self._welcome(guest, RankProcess.from_values(message["process"]))
         elif kind in ("beat", "report"):
             self._overseer.process_message(guest.rank, message)
@@ -133,7 +138,7 @@ class Coordinator:
         elif kind == "left":
             self._drop(guest)
 
-    def _welcome(self, guest: Guest, process: RankProcess) -> None:
+    def _welcome(self, guest: PendingConnection, process: RankProcess) -> None:
         """Accept a rank into the run, or tell it why it cannot join."""
         rank = process.rank
         guest.host = process.host
@@ -160,14 +165,14 @@ class Coordinator:
             self._door.key.remove()
             self._door.broadcast(encode_message("failed", **failure.to_values()))
 
-    def _handle_disconnect(self, guest: Guest) -> None:
+    def _handle_disconnect(self, guest: PendingConnection) -> None:
         """Handle a closed connection: the rank has died, unless the run is ending."""
         self._drop(guest)
         if guest.rank is not None:
             text = died(guest.rank, guest.host, self._hint)
             self._fail(Failure(rank=guest.rank, code=FAILED, text=text, cannot_report=True))
 
-    def _drop(self, guest: Guest) -> None:
+    def _drop(self, guest: PendingConnection) -> None:
         self._door.drop(guest)
         if guest.rank is not None:
             self._overseer.remove(guest.rank)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.loader import Loader, build_loader, build_validation_loader, held_out_of, open_order
+from data_pipeline.loader import Loader, build_loader, build_validation_loader, held_out_mixture, open_order
 from data_pipeline.mixture.file import Mixture
 from data_pipeline.mixture.mixed_order import MixedOrder
 from data_pipeline.mixture.streams import source_seed
@@ -394,7 +394,7 @@ class TestValidation:
         assert tokens == sum(sum(lengths) for lengths in LENGTHS.values())
 
     def test_without_held_out_documents_there_is_nothing(self, folder: Path):
-        assert not held_out_of(write(folder, THREE, "nothing.toml")).sources
+        assert not held_out_mixture(write(folder, THREE, "nothing.toml")).sources
 
 
 class TestFile:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.inspect import describe, find_problems
-from data_pipeline.prepare.without import leave_out
+from data_pipeline.prepare.shard_removal import remove_shards
 from data_pipeline.shards.manifest import Manifest
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.shard_writer import runs_of
@@ -76,7 +76,7 @@ def test_such_a_folder_is_of_version_2_and_others_stay_of_version_1(folder: Path
 def test_shards_that_stay_keep_their_counts(folder: Path):
     shards = ShardSet.open(folder)
     before = shards.target_runs(shards.manifest.shards[0].documents)
-    left = leave_out(folder, ["00000.arrow"])
+    left = remove_shards(folder, ["00000.arrow"])
     after = ShardSet.open(folder).target_runs(0)
     assert before is not None
     assert after is not None

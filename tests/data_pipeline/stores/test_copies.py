@@ -14,7 +14,7 @@ import pytest
 
 from data_pipeline.inspect import decode_rows, describe, describe_mixture, find_problems
 from data_pipeline.loader import build_loader, build_validation_loader
-from data_pipeline.prepare.without import leave_out
+from data_pipeline.prepare.shard_removal import remove_shards
 from data_pipeline.shards import local_copies
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.shard_verification import open_validated
@@ -155,7 +155,7 @@ def test_data_that_is_replaced_gets_a_copy_of_its_own(remote: Store, built: Path
 def test_a_shard_left_out_afterwards_has_no_other_fetched_again(remote: Store):
     before = ShardSet.open(URL)
     bad = before.manifest.shards[0]
-    leave_out(URL, [bad.file])
+    remove_shards(URL, [bad.file])
     after = ShardSet.open(URL)
     assert after.num_documents == before.num_documents - bad.documents
     assert [after.name(n) for n in range(3)] == [before.name(bad.documents + n) for n in range(3)]

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from launcher.checkpoint.background_saver import Saver
 from launcher.checkpoint.load_checkpoint import load_checkpoint
-from launcher.checkpoint.saver import Saver
 from longctx.checkpoint_format import CheckpointReader, find_checkpoint
 from longctx.conversion import export_checkpoint, load_hf
 from longctx.errors import CheckpointError

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from launcher.checkpoint import save as pieces
-from launcher.checkpoint.save import piece_key, write_pieces
-from launcher.checkpoint.saver import Saver
+from launcher.checkpoint import checkpoint_files as pieces
+from launcher.checkpoint.background_saver import Saver
+from launcher.checkpoint.checkpoint_files import piece_key, write_pieces
 from longctx.files import hash_file
 from parallel.comm.world import gather_on_rank_0
 from parallel.zero.zero_state import OwnedRange, StatePiece

@@ -357,7 +357,9 @@ def test_what_does_not_fit_is_left_out_and_the_rest_is_measured(capsys, run, eva
 
 
 def test_no_haystack_is_read_for_prompts_that_fit_nowhere(capsys, run, tmp_path, monkeypatch):
-    monkeypatch.setattr("launcher.evaluation.subject.read_texts", lambda folder: pytest.fail("the text was read"))
+    monkeypatch.setattr(
+        "launcher.evaluation.evaluated_model.read_texts", lambda folder: pytest.fail("the text was read")
+    )
     err = refused(capsys, 2, *words(run, tmp_path / "out", tasks="niah,ruler_niah_single_2", lengths="40,50"))
     assert "length=40: task niah needs at least" in err
 

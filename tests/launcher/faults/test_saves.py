@@ -10,7 +10,7 @@ from tests.launcher.test_accidents import Accident, Place, check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-SAVER, SAVE = "launcher.checkpoint.saver", "launcher.checkpoint.save"
+SAVER, SAVE = "launcher.checkpoint.background_saver", "launcher.checkpoint.checkpoint_files"
 STAGES = {
     "before anything is copied": (1, SAVER, "HostCopy.fill", ""),
     "before a rank writes its file": (1, SAVE, "write_pieces", ""),

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from launcher.measure.attention_benchmark import benchmark_attention, benchmark_matmuls, slices_of
-from launcher.measure.clock import RankTimer
 from launcher.measure.elementwise import benchmark_elementwise
 from launcher.measure.profile_entry import ProfileEntry, mean_over_ranks, profile_text
 from launcher.measure.rank import benchmark_all_ranks
+from launcher.measure.rank_timer import RankTimer
 from launcher.measure.run_benchmarks import BenchmarkOptions, benchmark_machine
 from launcher.measure.sizes import TINY
 from launcher.plan.hardware import SIZES, Hardware, hardware_from_values, load_hardware
@@ -121,10 +121,10 @@ def test_a_mask_leaves_the_pairs_that_it_says(kind, size, pairs):
 
 
 def test_cpu_seconds_count_as_often_as_ranks_share_a_core(monkeypatch):
-    monkeypatch.setattr("launcher.measure.clock.num_ranks", lambda: 6)
+    monkeypatch.setattr("launcher.measure.rank_timer.num_ranks", lambda: 6)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
-    assert RankTimer(torch.device("cpu"), round_seconds=0.0, cpu_time=True).factor == 3.0
-    assert RankTimer(torch.device("cpu"), round_seconds=0.0).factor == 1.0
+    assert RankTimer(torch.device("cpu"), round_seconds=0.0, cpu_time=True).oversubscription == 3.0
+    assert RankTimer(torch.device("cpu"), round_seconds=0.0).oversubscription == 1.0
 
 
 def test_the_mean_over_ranks_is_that_of_their_seconds():
@@ -175,7 +175,7 @@ def measure_unevenly() -> None:
     # Other programs may have the core as the one call is timed that decides on the number.
     dist.all_gather_object(alone, max(counts))
     calls.clear()
-    clock.together(reduce)
+    clock.collective_seconds(reduce)
     dist.all_gather_object(together, len(calls))
     assert alone[0] > 10 * alone[1], alone
     # A first call, one that is timed, and three rounds of some 10.
@@ -189,7 +189,7 @@ def test_ranks_repeat_as_often_what_they_do_together_however_long_it_takes_them(
 def test_a_gpu_is_waited_for_before_and_after(monkeypatch):
     waits: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    RankTimer(torch.device("cuda"), round_seconds=0.0).once(lambda: None)
+    RankTimer(torch.device("cuda"), round_seconds=0.0).single_call_seconds(lambda: None)
     assert len(waits) == 2
 
 

@@ -9,7 +9,7 @@ import pytest
 from launcher.config.config_sections import LEAST_CHUNK, RunConfig
 from launcher.config.load_config import load_run_config
 from launcher.config.run_config_rules import check_run
-from launcher.config.saved_activations import chunk_choices
+from launcher.config.saved_activation_rules import chunk_choices
 from launcher.plan.estimate import HEADROOM, estimate_run, peak_bytes, planned
 from launcher.plan.hardware import load_hardware
 from launcher.plan.plan_search import search_settings

@@ -10,7 +10,7 @@ from launcher.plan.estimate import RunEstimate, estimate_run
 from launcher.plan.hardware import load_hardware
 from launcher.plan.plan_search import FIXED_DEGREE, search_settings
 from launcher.plan.planned_world import World
-from launcher.plan.screen import flags, words
+from launcher.plan.screen import describe_settings, flags
 
 LLAMA = [
     *(
@@ -70,7 +70,7 @@ def test_the_longest_row_is_what_the_ranks_may_hold():
     longer = _longer(run, 16384)
     assert longer is not None
     assert longer.config.data.seq_len == 32768
-    assert "8,192 tokens per rank" in words(longer.config)
+    assert "8,192 tokens per rank" in describe_settings(longer.config)
 
 
 def test_a_search_keeps_the_key():

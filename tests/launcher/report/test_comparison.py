@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.report.comparison import bits_of_nats, write_comparison
+from launcher.report.comparison import bits_per_byte_factors, write_comparison
 from launcher.report.report_run import load_run
 from longctx.errors import ConfigError
 from tests.launcher.report.test_report import dense, make_run, section_of, validation
@@ -46,8 +46,8 @@ def test_runs_whose_tokens_differ_are_compared_in_bits_a_byte(tmp_path: Path) ->
     section = section_of(write_comparison(runs, tmp_path / "page.html").read_text(), "Loss")
     assert "loss (bits per byte)" in section
     assert "tokenizers differ" in section
-    assert bits_of_nats([load_run(run) for run in runs]) == [0.5, 0.25]
-    assert bits_of_nats([load_run(runs[0])] * 2) is None
+    assert bits_per_byte_factors([load_run(run) for run in runs]) == [0.5, 0.25]
+    assert bits_per_byte_factors([load_run(runs[0])] * 2) is None
 
 
 def test_losses_by_position_stand_in_one_picture(folders: list[Path], tmp_path: Path) -> None:

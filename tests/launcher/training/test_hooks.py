@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from launcher.metrics.record import Record
-from launcher.training.feed import StepData
 from launcher.training.hook import RunningStep, StepHook
 from launcher.training.hooks import step_hooks
-from launcher.training.hooks.non_finite import NonFinite
+from launcher.training.hooks.skip_bad_steps import SkipBadSteps
+from launcher.training.step_prefetch import StepData
 from launcher.training.train_step import TrainStep
 from longctx.errors import TrainingError
 from parallel.comm.world import gather_objects
@@ -32,13 +32,13 @@ class Noting(StepHook):
     def before_forward(self, step: RunningStep) -> None:
         self.noted.append(f"{self.name} before forward")
         step.scope.callback(lambda: self.noted.append(f"{self.name} closed"))
-        step.summed[self.name] = lambda device: torch.tensor([1.0, float(os.environ["RANK"])], device=device)
+        step.extra_sums[self.name] = lambda device: torch.tensor([1.0, float(os.environ["RANK"])], device=device)
 
     def before_update(self, step: RunningStep) -> None:
         self.noted.append(f"{self.name} before update, {step.totals.summed[self.name].tolist()}")
 
     def after_update(self, step: RunningStep) -> None:
-        self.noted.append(f"{self.name} after update, {step.skipped or 'taken'}")
+        self.noted.append(f"{self.name} after update, {step.skip_reason or 'taken'}")
 
     def record(self, step: RunningStep, record: Record) -> None:
         self.noted.append(f"{self.name} record")
@@ -141,7 +141,7 @@ def list_hooks(shards: Path, output: Path) -> None:
     plain = {type(hook) for hook in step_hooks(build(shards, output / "plain", CONTEXT))}
     recording = {**CONTEXT, "train.record_routing": output / "routing", "parallel.check_rows": "off"}
     other = {type(hook) for hook in step_hooks(build(shards, output / "other", recording))}
-    assert NonFinite in plain & other
+    assert SkipBadSteps in plain & other
     assert {kind.__name__ for kind in plain - other} == {"MessageChecksums"}
     assert {kind.__name__ for kind in other - plain} == {"RoutingHook"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from launcher.cli.data_rows import left_out
+from launcher.cli.data_rows import truncation_counts
 from launcher.demos.pairs import written_pairs
 from launcher.training.summary import details
 from tests.launcher.cli.calls import refused, succeed
@@ -91,6 +91,6 @@ def test_the_first_lines_say_what_is_left_out(figures, words):
 
 def test_a_table_says_it_of_pairs_and_of_texts():
     of_pairs = packing(documents_cut=1200, pairs_left_out=1200, truncated_tokens=40_000)
-    assert left_out(of_pairs) == {"pairs left out, longer than a row on either side": "1,200"}
+    assert truncation_counts(of_pairs) == {"pairs left out, longer than a row on either side": "1,200"}
     of_texts = packing(truncated_tokens=300, exact=False)
-    assert left_out(of_texts) == {"documents longer than a row": "about 3", "truncated tokens": "about 300"}
+    assert truncation_counts(of_texts) == {"documents longer than a row": "about 3", "truncated tokens": "about 300"}

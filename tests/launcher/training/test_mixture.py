@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.training.hooks.non_finite import rows_from
+from launcher.training.hooks.skip_bad_steps import rows_from
 from tests.helpers import run_distributed
 from tests.launcher.runs import tiny_config
 from tests.launcher.workers import rows, train, train_each

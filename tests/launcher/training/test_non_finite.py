@@ -16,7 +16,7 @@ from launcher.config.config_sections import TrainSection
 from launcher.metrics.record import Record
 from launcher.report.page import run_warnings
 from launcher.report.report_run import load_run
-from launcher.training.hooks.non_finite import SkippedStep
+from launcher.training.hooks.skip_bad_steps import SkippedStep
 from launcher.training.run_state import TrainingRun
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints

@@ -23,7 +23,7 @@ from parallel.comm.messages.message_checksum import Sum
 from parallel.comm.world import gather_objects
 from parallel.runtime.activity import ACTIVITY
 from parallel.zero.optimizer import MASTER, MOMENTS
-from parallel.zero.replica_check import Odd, TensorPart, find_odd_ranks
+from parallel.zero.replica_check import MismatchedTensor, TensorPart, find_odd_ranks
 from tests.faults import FaultRow, verdict
 from tests.launcher.runs import SCREEN
 from tests.launcher.workers import breaking_step, build, end_guarded, rows, run, train
@@ -304,10 +304,14 @@ def test_a_run_that_goes_on_is_as_if_nothing_had_been(name, struck, shards, tmp_
 
 def test_three_decide_and_two_do_not():
     part = TensorPart("w", MASTER)
-    assert list(find_odd_ranks(part, {0: 7, 1: 7, 2: 8})) == [Odd(part=part, ranks=(2,), decided=True)]
-    assert list(find_odd_ranks(part, {0: 7, 1: 8})) == [Odd(part=part, ranks=(0, 1), decided=False)]
-    assert list(find_odd_ranks(part, {0: 7, 1: 7, 2: 8, 3: 8})) == [Odd(part=part, ranks=(0, 1, 2, 3), decided=False)]
-    assert list(find_odd_ranks(part, {0: 7, 1: 7, 2: 8, 3: 9})) == [Odd(part=part, ranks=(0, 1, 2, 3), decided=False)]
+    assert list(find_odd_ranks(part, {0: 7, 1: 7, 2: 8})) == [MismatchedTensor(part=part, ranks=(2,), decided=True)]
+    assert list(find_odd_ranks(part, {0: 7, 1: 8})) == [MismatchedTensor(part=part, ranks=(0, 1), decided=False)]
+    assert list(find_odd_ranks(part, {0: 7, 1: 7, 2: 8, 3: 8})) == [
+        MismatchedTensor(part=part, ranks=(0, 1, 2, 3), decided=False)
+    ]
+    assert list(find_odd_ranks(part, {0: 7, 1: 7, 2: 8, 3: 9})) == [
+        MismatchedTensor(part=part, ranks=(0, 1, 2, 3), decided=False)
+    ]
     assert list(find_odd_ranks(part, {0: 7, 1: 7})) == []
 
 

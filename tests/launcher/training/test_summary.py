@@ -11,7 +11,7 @@ import pytest
 from data_pipeline.rows.epoch_blocks import PackReport
 from launcher.config.load_config import load_run_config
 from launcher.plan.memory_estimate import GIB, memory_of_rank
-from launcher.training.origin import Origin
+from launcher.training.run_origin import RunOrigin
 from launcher.training.summary import Start, changed_settings, details, header, outlook, warnings
 from parallel.mesh import Mesh
 from tests.launcher.runs import resolved
@@ -38,7 +38,7 @@ def start(flags: list[str] | None = None, **figures: Any) -> Start:
         "model": config.model.config(),
         "mesh": mesh,
         "device": "cpu",
-        "origin": Origin(kind="new"),
+        "origin": RunOrigin(kind="new"),
         "memory": memory_of_rank(config, config.model.config(), 2),
         "free_bytes": 12 * GIB,
         "free_disk_bytes": 100 * GIB,
@@ -95,7 +95,7 @@ def test_a_run_says_what_it_is():
     ],
 )
 def test_checkpoints_to_come(flags, step, to_come):
-    origin = Origin(kind="resumed", folder=Path("x"), step=step)
+    origin = RunOrigin(kind="resumed", folder=Path("x"), step=step)
     assert start(flags, origin=origin).num_checkpoints == to_come
 
 
@@ -125,7 +125,7 @@ def test_what_a_run_may_not_have_meant(flags, figures, words):
 
 def test_a_resume_that_changes_rate_layout_or_steps():
     before = dataclasses.asdict(start().config)
-    origin = Origin(kind="resumed", folder=Path("x"), step=100, settings=before)
+    origin = RunOrigin(kind="resumed", folder=Path("x"), step=100, settings=before)
     assert warnings(start(origin=origin)) == []
     changed = ["--train.lr", "1e-3", "--train.steps", "900", "--data.train", "moved", "--train.stop_after", "300"]
     said = only_warning(start([*changed, "--parallel.layout", "striped", "--zero.stage", "2"], origin=origin))
@@ -134,7 +134,7 @@ def test_a_resume_that_changes_rate_layout_or_steps():
 
 def test_other_tokens_a_step_change_the_schedule_and_say_how():
     before = dataclasses.asdict(start().config)
-    origin = Origin(kind="resumed", folder=Path("x"), step=100, settings=before)
+    origin = RunOrigin(kind="resumed", folder=Path("x"), step=100, settings=before)
     said = only_warning(start(["--train.tokens_per_step", "8192"], origin=origin))
     assert "train.tokens_per_step 4096 → 8192." in said
     # 100 steps of 4,096 tokens and 600 of 8,192, where 700 of 4,096 were planned.

@@ -11,7 +11,7 @@ import torch
 
 from launcher.config.load_config import load_run_config
 from launcher.plan.memory_estimate import GIB
-from launcher.training.place import check_swap_folders
+from launcher.training.run_preparation import check_swap_folders
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from longctx.errors import ConfigError
 from tests.helpers import run_distributed

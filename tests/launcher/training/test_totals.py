@@ -14,7 +14,7 @@ from launcher.config.config_sections import TrainSection
 from launcher.config.load_config import load_run_config
 from launcher.training.hooks.collapse import Collapse
 from launcher.training.hooks.dead_experts import DeadExperts
-from launcher.training.hooks.non_finite import rows_from
+from launcher.training.hooks.skip_bad_steps import rows_from
 from launcher.training.learning_rate_schedule import learning_rate
 from launcher.training.totals import StepSums, StepTotals
 from launcher.training.train_step import expert_record

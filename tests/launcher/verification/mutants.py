@@ -12,7 +12,7 @@ import torch
 import launcher.verification.parallel_steps as together
 import parallel.transport.point_to_point as point_to_point
 import parallel.zero.partition as partition
-from longctx.model.chunks.parts import WeightSums
+from longctx.model.chunks.layer_parts import WeightSums
 from longctx.model.experts.router import Router
 from longctx.objectives.task import Counts, Task
 from parallel.experts.dispatcher import AllToAllDispatcher

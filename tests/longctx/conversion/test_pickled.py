@@ -88,7 +88,7 @@ def test_shared_and_strided_storage(tmp_path):
 
 def test_the_mapping_is_renewed_between_tensors(tmp_path):
     torch.save({f"t{i}": torch.full((40,), float(i)) for i in range(9)}, tmp_path / "x.bin")
-    file = PickledFile(tmp_path / "x.bin", mapped_bytes=100)
+    file = PickledFile(tmp_path / "x.bin", remap_after_bytes=100)
     assert [float(file.read(f"t{i}")[3]) for i in range(9)] == list(range(9))
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from launcher.checkpoint.save import StaticFiles
+from launcher.checkpoint.checkpoint_files import StaticFiles
 from longctx.checkpoint_format import CheckpointReader
 from longctx.config import ModelConfig
 from longctx.conversion import HfReader, export_checkpoint, import_hf

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from longctx.kernels.memory import available_bytes, growth_bytes, trim_heap
+from longctx.kernels.memory import available_bytes, pluggable_bytes, trim_heap
 from tests.helpers import REPOSITORY
 
 FREE = 10_000_000
@@ -62,9 +62,9 @@ def test_groups_of_the_first_version(tmp_path):
 
 def test_what_a_balloon_holds_may_come_back(tmp_path):
     proc, system = tmp_path / "proc", tmp_path / "devices"
-    assert growth_bytes(proc, system) == 0
+    assert pluggable_bytes(proc, system) == 0
     write(proc, vmstat="nr_free_pages 5\nballoon_inflate 900\nballoon_deflate 100\n")
-    assert growth_bytes(proc, system) == 800 * resource.getpagesize()
+    assert pluggable_bytes(proc, system) == 800 * resource.getpagesize()
     grown = available_bytes(proc, tmp_path / "sys", with_growth=True, system=system)
     assert grown == FREE + 800 * resource.getpagesize()
     assert available_bytes(proc, tmp_path / "sys") == FREE
@@ -76,11 +76,11 @@ def test_what_a_balloon_holds_may_come_back(tmp_path):
 @pytest.mark.parametrize("device", ["virtio/drivers/virtio_mem/virtio3", "vmbus/drivers/hv_balloon/1eccfd72-4b41"])
 def test_memory_that_is_plugged_in_has_no_limit_that_is_known(tmp_path, device):
     (tmp_path / "bus" / device).mkdir(parents=True)
-    assert growth_bytes(tmp_path, tmp_path) > 1e15
+    assert pluggable_bytes(tmp_path, tmp_path) > 1e15
     # A driver without a device plugs nothing in.
     (tmp_path / "bus" / device).rmdir()
     write((tmp_path / "bus" / device).parent, bind="")
-    assert growth_bytes(tmp_path, tmp_path) == 0
+    assert pluggable_bytes(tmp_path, tmp_path) == 0
 
 
 def test_a_group_over_its_limit_has_nothing_left(tmp_path):

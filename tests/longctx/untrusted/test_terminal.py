@@ -42,7 +42,7 @@ def test_elsewhere_it_is_raw():
 def test_all_that_is_printed_goes_through_it():
     """Whoever writes to the terminal itself spells what it writes, in that very call."""
     # Ours is spelt a line above, with what shows the cursor again; and a pipe that this process alone reads.
-    known = {"parallel/runtime/watch/last_words.py", "longctx/chat/template_worker.py"}
+    known = {"parallel/runtime/watch/last_message.py", "longctx/chat/template_worker.py"}
     strange = []
     for package in ("data_pipeline", "launcher", "longctx", "parallel"):
         for path in (REPOSITORY / package).rglob("*.py"):

@@ -245,13 +245,13 @@ def test_fewer_ranks_say_less(ranks, check):
 @on_ranks(3, timeout=150)
 def test_ranks_of_other_kinds_compare_within_rounding() -> None:
     control_group()
-    likeness = parallel.audit.operation_audit.likeness
+    likeness = parallel.audit.operation_audit.profile_rank
 
     def of_another_kind(host, *rest):
         mine = likeness(host, *rest)
         return mine.__class__(**{**vars(mine), "machine": f"processor {dist.get_rank()}"})
 
-    parallel.audit.operation_audit.likeness = of_another_kind
+    parallel.audit.operation_audit.profile_rank = of_another_kind
     steps = Steps()
     assert not any(map(bool, (steps.take() for _ in range(12))))
     assert not any(x.exact for x in steps.auditor.assigned)

@@ -14,7 +14,7 @@ from parallel.audit.audit_decision import Case, RepeatedResult, find_mismatch
 from parallel.audit.bits import BitDifference, difference, matmul_difference, update_difference
 from parallel.audit.call_sample import Place
 from parallel.audit.matmul_tiles import tile_side
-from parallel.audit.rank_comparison import Likeness, assign_auditing_ranks
+from parallel.audit.rank_comparison import RankProfile, assign_auditing_ranks
 from parallel.audit.tensor_copies import Copied, MemoryLayout, extract_tensors, from_bytes, insert_tensors, joined_bytes
 
 CPU = torch.device("cpu")
@@ -75,8 +75,8 @@ def test_a_flipped_bit_is_told_by_its_place(dtype, bit, part):
     assert difference([torch.tensor([0.0])], [torch.tensor([-0.0])]) is not None
 
 
-def ranks(*machines: str, hosts: str) -> list[Likeness]:
-    return [Likeness(host, machine, "", True, True) for host, machine in zip(hosts, machines, strict=True)]
+def ranks(*machines: str, hosts: str) -> list[RankProfile]:
+    return [RankProfile(host, machine, "", True, True) for host, machine in zip(hosts, machines, strict=True)]
 
 
 def test_ranks_are_looked_at_by_others_like_them_on_other_hosts():

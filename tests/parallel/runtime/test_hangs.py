@@ -15,7 +15,7 @@ from parallel.runtime.activity import Activity
 from parallel.runtime.launched import code_version
 from parallel.runtime.watch.activity_sampler import ActivitySampler, AwakeClock
 from parallel.runtime.watch.processes import RankProcess
-from parallel.runtime.watch.roll import Roll
+from parallel.runtime.watch.rendezvous_status import RendezvousStatus
 from parallel.runtime.watch.stall_detection import DISK, PATIENT, TIMED, WORKS, RankState, detect_stall, slow_ranks
 from parallel.runtime.watch.stall_report import Report, stall_message
 from tests.parallel.runtime.watched import STARTED, Ranks
@@ -165,7 +165,7 @@ def arrival(rank: int, *, version: str = "1", host: str = "a") -> RankProcess:
 
 
 def test_the_roll_call_says_who_came_from_where_and_who_did_not():
-    roll = Roll(4, "1")
+    roll = RendezvousStatus(4, "1")
     assert roll.add(arrival(0)) == roll.add(arrival(2, host="b")) == ""
     assert "two processes are rank 2" in roll.add(arrival(2))
     assert "rank 7 on a joined a run with 4 ranks" in roll.add(arrival(7))

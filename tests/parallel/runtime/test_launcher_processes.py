@@ -45,7 +45,7 @@ watch_launcher_processes(found, tell)
 (here / "partial").rename(here / "found")
 gone.wait(100.0)
 """
-_SAYING = "from parallel.runtime.watch.last_words import print_last_message; print_last_message('a last word')"
+_SAYING = "from parallel.runtime.watch.last_message import print_last_message; print_last_message('a last word')"
 
 
 def tree(folder: Path, rank: str) -> subprocess.Popen:

@@ -14,8 +14,8 @@ import pytest
 
 from parallel.runtime.watch.failure import Failure, MessageStream, encode_message
 from parallel.runtime.watch.key import KEY_VARIABLE, WatchKey, read_key
-from parallel.runtime.watch.overseer import Overseer
 from parallel.runtime.watch.processes import RankProcess
+from parallel.runtime.watch.rank_monitor import RankMonitor
 from parallel.runtime.watch.watch_coordinator import Coordinator
 from parallel.runtime.watch.watch_options import WatchOptions
 from tests.parallel.runtime.watched import STARTED, Ended, Ranks
@@ -68,7 +68,7 @@ def check_error(ended: Ended, rank: int, code: int, words: str) -> None:
 def test_rank_0_is_the_last_to_hear_that_all_have_met():
     """It may die at once, and what tells the others with it: two of them would speak for it."""
     told: list[int] = []
-    overseer = Overseer(
+    overseer = RankMonitor(
         WatchOptions(rank=0, world_size=4, timeout=60.0),
         send=lambda rank, _: told.append(rank),
         fail=lambda failure: pytest.fail(failure.text),
@@ -338,7 +338,7 @@ def test_a_hub_that_fails_ends_the_run_by_its_own_name(monkeypatch):
     hub = open_hub()
     with connected(hub, RANK_1, hello(0)) as first, connected(hub, RANK_1, hello(1)) as second:
         heard_until(first, b'"kind": "met"')
-        monkeypatch.setattr(Overseer, "check", look)
+        monkeypatch.setattr(RankMonitor, "check", look)
         for line in (first, second):
             heard_until(line, b"the watch coordinator failed: OverflowError('a bug')")
 

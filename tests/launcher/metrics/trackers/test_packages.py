@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.metrics.trackers import thread
-from launcher.metrics.trackers.thread import PACKAGES, check_trackers, open_trackers
+from launcher.metrics.trackers import tracker_threads
+from launcher.metrics.trackers.tracker_threads import PACKAGES, check_trackers, open_trackers
 from tests.launcher.metrics.test_metrics import VALIDATION, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -35,12 +35,12 @@ def _offline(monkeypatch, tmp_path):
             monkeypatch.delenv(name)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(thread, "ALWAYS", ())
+    monkeypatch.setattr(tracker_threads, "ALWAYS", ())
     # It reads its variables once in a process.
     if "wandb" in sys.modules:
         sys.modules["wandb"].teardown()
     # On a busy machine an import alone may take longer than a run waits for.
-    monkeypatch.setattr(thread, "DONE_SECONDS", 120.0)
+    monkeypatch.setattr(tracker_threads, "DONE_SECONDS", 120.0)
 
 
 def need(name: str) -> None:

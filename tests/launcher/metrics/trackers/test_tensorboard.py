@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import launcher.report.page
-from launcher.metrics.trackers.thread import Trackers, open_trackers
+from launcher.metrics.trackers.tracker_threads import Trackers, open_trackers
 from launcher.training.trainer import Trainer
 from tests.launcher.faults.disk import small_disk
 from tests.launcher.metrics.test_metrics import VALIDATION, train

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import xxhash
 
+from launcher.checkpoint.checkpoint_files import StaticFiles
 from launcher.checkpoint.checkpoint_store import CheckpointStore, check_unused, store_at
 from launcher.checkpoint.load_checkpoint import check_same_model, check_start_from, check_training
 from launcher.checkpoint.resume import find_resume
-from launcher.checkpoint.save import StaticFiles
 from launcher.config.config_sections import AUTO, NEWEST, RunConfig
 from launcher.config.model_section import find_start, is_hf_model_folder, started_model
 from launcher.metrics.record import METRICS_FILE
@@ -41,7 +41,7 @@ SECONDS_BETWEEN_NOTES = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class RunOrigin:
     """A run's starting point."""
 
     kind: Kind
@@ -64,7 +64,7 @@ class Origin:
         return self.kind == "resumed" or self.restarts
 
 
-def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Origin:
+def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> RunOrigin:
     """Find the run's origin and check that its model matches the run's; read only manifests. Collective.
 
     Raise CheckpointError on every rank if there is no such checkpoint, or its model differs too much.
@@ -101,7 +101,7 @@ def _is_new(resume: str, run_folder: Path, store: CheckpointStore) -> bool:
     return not list_checkpoints(run_folder)
 
 
-def _resumed(folder: Path, model: ModelConfig) -> Origin:
+def _resumed(folder: Path, model: ModelConfig) -> RunOrigin:
     reader = CheckpointReader(folder)
     check_same_model(reader, model)
     check_checkpoint_tensors(reader)
@@ -111,7 +111,7 @@ def _resumed(folder: Path, model: ModelConfig) -> Origin:
     step = 0
     if "loader" in training:
         step = training["step"]
-    return Origin(
+    return RunOrigin(
         kind="resumed",
         folder=folder,
         model=model_config(reader),
@@ -121,10 +121,10 @@ def _resumed(folder: Path, model: ModelConfig) -> Origin:
     )
 
 
-def _started(start_from: str, model: ModelConfig) -> Origin:
+def _started(start_from: str, model: ModelConfig) -> RunOrigin:
     """Return the checkpoint or Hugging Face folder to start with; a new run if there is none."""
     if start_from == "no":
-        return Origin(kind="new")
+        return RunOrigin(kind="new")
     folder, mtp = find_start(start_from), model.mtp_layers > 0
     if is_hf_model_folder(folder):
         if environment_rank()[0] == 0:
@@ -132,14 +132,14 @@ def _started(start_from: str, model: ModelConfig) -> Origin:
 
             # Opening it checks all tensors' names and shapes, so a folder that cannot be converted is rejected here.
             HfReader(folder, mtp=mtp)
-        return Origin(kind="started", folder=folder, model=started_model(start_from, mtp=mtp))
+        return RunOrigin(kind="started", folder=folder, model=started_model(start_from, mtp=mtp))
     reader = CheckpointReader(folder)
     check_start_from(reader, model)
     check_checkpoint_tensors(reader)
-    return Origin(kind="started", folder=folder, model=model_config(reader))
+    return RunOrigin(kind="started", folder=folder, model=model_config(reader))
 
 
-def find_extra_files(origin: Origin) -> StaticFiles | None:
+def find_extra_files(origin: RunOrigin) -> StaticFiles | None:
     """Return other parts' files in the checkpoint that a run continues from; None if there are none."""
     if origin.folder is None:
         return None
@@ -150,7 +150,7 @@ def find_extra_files(origin: Origin) -> StaticFiles | None:
     return StaticFiles(origin=origin.folder, files=found)
 
 
-def hf_type(origin: Origin) -> str | None:
+def hf_type(origin: RunOrigin) -> str | None:
     """Return the Hugging Face model type that the weights were imported from, before any training since."""
     if origin.folder is None:
         return None
@@ -161,7 +161,7 @@ def hf_type(origin: Origin) -> str | None:
 # --------------------------------------------------------------------------------------------------------- conversion
 
 
-def converted(origin: Origin, run_folder: Path) -> Origin:
+def converted(origin: RunOrigin, run_folder: Path) -> RunOrigin:
     """Return the origin as a checkpoint, after converting a Hugging Face folder into the run's folder. Collective.
 
     Rank 0 converts, and the others wait without a timeout. An earlier start's conversion from the same files is reused.

@@ -24,7 +24,7 @@ from longctx.tokenizer.load_tokenizer import (
 log = logging.getLogger(__name__)
 
 
-def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
+def check_checkpoint_tokenizer(checkpoint: Path, data: ShardSet) -> None:
     """Raise DataError if the shards were built with a tokenizer that the checkpoint does not contain.
 
     A checkpoint may contain tokenizer.json and tokenizer.model; either may have built the data. Return early if it has
@@ -33,7 +33,7 @@ def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
     # Equal files need no loading.
     if not has_tokenizer(checkpoint) or same_files(checkpoint, data.folder):
         return
-    _check_whole(checkpoint)
+    _check_tokenizer_files(checkpoint)
     if data.manifest.tokenizer in fingerprints(checkpoint).values():
         return
     data_tokenizer, checkpoint_tokenizer = load_tokenizer(data.folder), load_tokenizer(checkpoint)
@@ -45,7 +45,7 @@ def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
     )
 
 
-def check_named_tokenizer(tokenizer: Tokenizer, data: ShardSet) -> None:
+def check_given_tokenizer(tokenizer: Tokenizer, data: ShardSet) -> None:
     """Raise DataError unless the data was built with ``tokenizer``, which the user named by ``--tokenizer``."""
     if tokenizer.fingerprint != data.manifest.tokenizer:
         raise DataError(
@@ -55,7 +55,7 @@ def check_named_tokenizer(tokenizer: Tokenizer, data: ShardSet) -> None:
         )
 
 
-def _check_whole(checkpoint: Path) -> None:
+def _check_tokenizer_files(checkpoint: Path) -> None:
     """Raise CheckpointError if tokenizer files differ from the checkpoint's manifest; pass for a folder without one."""
     # Otherwise a flipped bit would look like another tokenizer, and the hint would be to rebuild the data.
     if not (checkpoint / MANIFEST).is_file():
@@ -69,7 +69,7 @@ def _check_whole(checkpoint: Path) -> None:
         )
 
 
-def check_same_data(data: ShardSet, validation: ShardSet) -> None:
+def check_validation_tokenizer(data: ShardSet, validation: ShardSet) -> None:
     """Raise DataError unless training and validation shards were built with the same tokenizer."""
     if data.manifest.tokenizer == validation.manifest.tokenizer:
         return
@@ -82,7 +82,7 @@ def check_same_data(data: ShardSet, validation: ShardSet) -> None:
     )
 
 
-def uncompared_files(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
+def tokenizer_files_from_data(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the files for a run's new checkpoints if the one it starts from has no tokenizer; log warnings.
 
     These are the files of ``tokenizer``, the data's, and the checkpoint's generation_config.json, unless that file is
@@ -125,7 +125,7 @@ def _is_same_tokenizer(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bool
         return False
 
 
-def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:
+def resolve_tokenizer(folder: Path, chosen: Path | None) -> Tokenizer:
     """Load the tokenizer at ``chosen``, or by default the one in the model's folder.
 
     Raise ConfigError if the folder has a tokenizer and ``chosen`` is another one, CheckpointError if there is neither.
@@ -146,7 +146,7 @@ def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def known_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+def padded_vocab_decode(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
     """Return a function that decodes ids and skips those beyond the tokenizer's vocabulary.
 
     The model's vocabulary may be padded, and ``Tokenizer.decode`` raises DataError for padding ids.

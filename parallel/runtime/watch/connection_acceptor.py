@@ -28,12 +28,12 @@ _STRANGER_SECONDS = 10.0
 """How long a connection may stay open without identifying itself."""
 
 
-class StrangerError(Exception):
+class UnauthenticatedError(Exception):
     """The connection does not belong to a rank."""
 
 
 @dataclass(eq=False)
-class Guest:
+class PendingConnection:
     """Connection from one rank, or from an unrelated client."""
 
     socket: socket.socket
@@ -59,7 +59,7 @@ class Guest:
         if len(self.first) < len(key):
             return []
         if not secrets.compare_digest(self.first[: len(key)], key):
-            raise StrangerError
+            raise UnauthenticatedError
         rest, self.first, self.has_key = self.first[len(key) :], b"", True
         return self.lines.add(rest)
 
@@ -70,7 +70,7 @@ class Guest:
             self.socket.sendall(message)
 
 
-class Door:
+class ConnectionAcceptor:
     """Listener until all ranks have joined, and all accepted connections."""
 
     def __init__(self, host: str, key: WatchKey, *, world_size: int, selector: selectors.BaseSelector) -> None:
@@ -84,8 +84,8 @@ class Door:
         # If a connection closes before accept, a blocking listener would block the thread.
         self.listener.setblocking(False)
         selector.register(self.listener, selectors.EVENT_READ)
-        self._guests: dict[socket.socket, Guest] = {}
-        self.by_rank: dict[int, Guest] = {}
+        self._guests: dict[socket.socket, PendingConnection] = {}
+        self.by_rank: dict[int, PendingConnection] = {}
 
     def admit(self) -> None:
         """Accept a pending connection."""
@@ -93,21 +93,21 @@ class Door:
             connection, _ = self.listener.accept()
             connection.settimeout(SEND_SECONDS)
             keep_alive(connection)
-            self._guests[connection] = Guest(connection)
+            self._guests[connection] = PendingConnection(connection)
             self._selector.register(connection, selectors.EVENT_READ)
         self.drop_strangers()
 
-    def guest(self, connection: object) -> Guest | None:
+    def guest(self, connection: object) -> PendingConnection | None:
         """Return a connection's guest; None if it was closed meanwhile."""
         return self._guests.get(connection)  # type: ignore[call-overload]
 
-    def messages(self, guest: Guest, data: bytes) -> Iterator[dict[str, Any]]:
+    def messages(self, guest: PendingConnection, data: bytes) -> Iterator[dict[str, Any]]:
         """Yield a guest's messages, while its connection is open."""
         for message in guest.messages(data, self._first_line):
             if guest.socket in self._guests:
                 yield message
 
-    def drop(self, guest: Guest) -> None:
+    def drop(self, guest: PendingConnection) -> None:
         """Close a connection and forget it."""
         self._selector.unregister(guest.socket)
         del self._guests[guest.socket]

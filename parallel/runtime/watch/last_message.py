@@ -31,7 +31,7 @@ class _Terminal:
 _terminal: _Terminal | None = None
 
 
-def speak_where_typed(chain: Sequence[Launcher]) -> None:
+def use_terminal_of_user(chain: Sequence[Launcher]) -> None:
     """Report on the user's terminal if pdsh on this machine started this rank: pdsh may have ended by then."""
     global _terminal
     pdsh = next((launcher for launcher in chain if launcher.label == PDSH), None)

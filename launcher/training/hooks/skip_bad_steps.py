@@ -26,7 +26,7 @@ _NOT_FINITE = _ROUTER, _LOSS, _GRADIENT = "router", "loss", "gradient"
 _SPIKE = "spike"
 
 
-class NonFinite(StepHook):
+class SkipBadSteps(StepHook):
     """Hook that refuses such updates, and maintains the history for spike detection."""
 
     def __init__(self, run: TrainingRun) -> None:
@@ -49,11 +49,11 @@ class NonFinite(StepHook):
     def after_update(self, step: RunningStep) -> None:
         """Add the step to the history; raise TrainingError after too many skipped in a row. Collective if skipped."""
         history = step.progress.history
-        if step.failure is None:
+        if step.gradient_error is None:
             assert step.grad_norm is not None
             step.history = history.taken(step.loss, step.grad_norm)
             return
-        step.skipped = step.skip_reason(step.failure.norm)
+        step.skip_reason = step.refusal_reason(step.gradient_error.norm)
         skipped_step = self._collect_reasons(step)
         if skipped_step.is_last:
             raise skipped_step.error()
@@ -61,20 +61,20 @@ class NonFinite(StepHook):
         log.log(logging.WARNING if self._run.is_rank_0 else logging.INFO, "%s", skipped_step.warning())
         step.grad_norm, step.history = skipped_step.grad_norm, history.left_out()
 
-    def record(self, step: RunningStep, record: Record) -> None:
+    def before_log(self, step: RunningStep, record: Record) -> None:
         """Record the reason for skipping the step."""
-        if step.skipped:
-            record["skipped"] = step.skipped
+        if step.skip_reason:
+            record["skipped"] = step.skip_reason
 
     def _collect_reasons(self, step: RunningStep) -> SkippedStep:
         """Collect the reasons for skipping a step. Collective."""
-        run, failure, history = self._run, step.failure, step.progress.history
+        run, failure, history = self._run, step.gradient_error, step.progress.history
         assert failure is not None
         spike, rejection, grad_norm, gradients = "", "", None, []
-        if step.skipped == _SPIKE:
+        if step.skip_reason == _SPIKE:
             spike = self._spike(history, step.loss, failure.norm)
-        elif step.skipped not in _NOT_FINITE:
-            rejection = step.skipped
+        elif step.skip_reason not in _NOT_FINITE:
+            rejection = step.skip_reason
         # If the loss is not finite, its gradient adds no information.
         if step.totals.finite and not self._routers:
             grad_norm, gradients = failure.norm, failure.names

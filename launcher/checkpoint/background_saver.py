@@ -22,12 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from launcher.checkpoint.checkpoint_store import store_at
-from launcher.checkpoint.host_copy import HostCopy, HostCopyAllocator
-from launcher.checkpoint.mirror import Mirror
-from launcher.checkpoint.names import folder_of, hidden_folder, make_empty
-from launcher.checkpoint.retention import VALIDATION_LOSS, Proof, Retention, is_in_range, prune_checkpoints, write_proof
-from launcher.checkpoint.save import (
+from launcher.checkpoint.checkpoint_files import (
     Contents,
     StaticFiles,
     WrittenFile,
@@ -35,6 +30,11 @@ from launcher.checkpoint.save import (
     commit,
     write_rank_file,
 )
+from launcher.checkpoint.checkpoint_store import store_at
+from launcher.checkpoint.host_copy import HostCopy, HostCopyAllocator
+from launcher.checkpoint.mirror import Mirror
+from launcher.checkpoint.names import folder_of, hidden_folder, make_empty
+from launcher.checkpoint.retention import VALIDATION_LOSS, Proof, Retention, is_in_range, prune_checkpoints, write_proof
 from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.goodput.timeline import TIMELINE_FILE
 from launcher.metrics.record import METRICS_FILE
@@ -119,7 +119,7 @@ class Saver:
         # A single thread: the write of a copy, the commit and removals run in order and never overlap.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_let_training_go_first)
         self._copies = HostCopyAllocator(engine, self._thread, wanted=copies, local_ranks=local_ranks)
-        self.kept = Kept(run_folder, retention, self._thread, mirror)
+        self.kept = CommittedCheckpoints(run_folder, retention, self._thread, mirror)
         self._save: _Save | None = None
         self.seconds = 0.0
         """Time from the last save's start to its commit; 0 before the first save."""
@@ -249,7 +249,7 @@ class Saver:
             self.kept.add(save.target, manifest_hash, save.loss, save.proof)
 
 
-class Kept:
+class CommittedCheckpoints:
     """A run's committed checkpoints. Proves the newest one and prunes older ones in rank 0's thread."""
 
     def __init__(

@@ -16,7 +16,7 @@ from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.shard_verification import open_validated
 from data_pipeline.stores.urls import Location, below, locate
 from data_pipeline.texts import read_texts
-from launcher.checkpoint.tokenizers import check_named_tokenizer, check_same_tokenizer
+from launcher.checkpoint.tokenizer_checks import check_checkpoint_tokenizer, check_given_tokenizer
 from launcher.evaluation.cells import STAND_IN, Cell, find_skipped_cells, is_feasible
 from launcher.evaluation.evaluation_options import EvaluationOptions
 from launcher.evaluation.model_source import ModelSource, check_positions, check_reads_text, open_model, run_of
@@ -37,7 +37,7 @@ BUILT_IN = "stdlib"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject(ModelSource):
+class EvaluatedModel(ModelSource):
     """Model and tokenizer with their evaluation text."""
 
     setting: Setting
@@ -49,7 +49,7 @@ class Subject(ModelSource):
     """Hash over the chat templates, if they render prompts."""
 
 
-def open_subject(options: EvaluationOptions) -> Subject:
+def open_evaluated_model(options: EvaluationOptions) -> EvaluatedModel:
     """Open model and text from the options; raise a short error if one is missing or they do not fit."""
     model_source = open_model(options.checkpoint, options.tokenizer)
     check_reads_text(model_source, f"--tasks {','.join(options.tasks)}")
@@ -85,7 +85,7 @@ def open_subject(options: EvaluationOptions) -> Subject:
     if readers and text_folder is not None:
         haystack = Haystack(read_texts(text_folder), source=options.haystack or str(text_folder))
     setting = replace(setting, haystack=haystack)
-    return Subject(
+    return EvaluatedModel(
         **vars(model_source),
         setting=setting,
         text_folder=text_folder,
@@ -177,7 +177,7 @@ Texts = dict[int, list[DocumentPrefix]]
 """Texts by length, each truncated to it."""
 
 
-def read_documents(options: EvaluationOptions, subject: Subject) -> Texts:
+def read_documents(options: EvaluationOptions, subject: EvaluatedModel) -> Texts:
     """Return, for each length, the first ``options.samples`` documents that are long enough.
 
     Documents are never joined: text before a document's start is not its context. A length without any document is left
@@ -213,7 +213,7 @@ def read_documents(options: EvaluationOptions, subject: Subject) -> Texts:
 
 
 def _documents(
-    options: EvaluationOptions, subject: Subject, folder: Location | str
+    options: EvaluationOptions, subject: EvaluatedModel, folder: Location | str
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield each document's name and ids, including begin and end ids."""
     if not isinstance(folder, str) and (folder / MANIFEST_FILE).is_file():
@@ -233,9 +233,9 @@ def _documents(
         longest = max(longest, size)
 
 
-def _check_tokenizer(options: EvaluationOptions, subject: Subject, shards: ShardSet) -> None:
+def _check_tokenizer(options: EvaluationOptions, subject: EvaluatedModel, shards: ShardSet) -> None:
     """Raise DataError unless the shards' ids mean the same text to the model."""
     if options.tokenizer is None:
-        check_same_tokenizer(subject.folder, shards)
+        check_checkpoint_tokenizer(subject.folder, shards)
     else:
-        check_named_tokenizer(subject.tokenizer, shards)
+        check_given_tokenizer(subject.tokenizer, shards)

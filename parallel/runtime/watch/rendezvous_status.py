@@ -11,7 +11,7 @@ _LINES = 8
 """Maximum hosts listed in a message."""
 
 
-class Roll:
+class RendezvousStatus:
     """Expected ranks, and those that have joined."""
 
     def __init__(self, world_size: int, version: str) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import launcher.checkpoint.background_saver
+import launcher.checkpoint.checkpoint_files
 import launcher.checkpoint.host_copy
-import launcher.checkpoint.save
-import launcher.checkpoint.saver
 from launcher.metrics.record import METRICS_FILE, read_metrics
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROOF_FILE, CheckpointReader, list_checkpoints
 from longctx.files import hash_file
@@ -44,13 +44,13 @@ def losses(folder: Path, kind: str) -> dict[int, float]:
 
 def write_late() -> None:
     """Let files be written when further steps have been taken."""
-    write = launcher.checkpoint.saver.write_rank_file
+    write = launcher.checkpoint.background_saver.write_rank_file
 
     def wait(*args: Any) -> Any:
         time.sleep(0.3)
         return write(*args)
 
-    launcher.checkpoint.saver.write_rank_file = wait
+    launcher.checkpoint.background_saver.write_rank_file = wait
 
 
 def train_each_late(shards: Path, runs: dict[Path, dict[str, Any]]) -> None:
@@ -109,7 +109,7 @@ def test_what_is_on_a_disk_is_not_copied_into_memory(shards, tmp_path):
 
 def fail_on_one_rank(shards: Path, output: Path, changed: dict[str, Any], words: list[str]) -> None:
     """The second file of the last rank does not fit on its disk."""
-    write, calls = launcher.checkpoint.saver.write_rank_file, []
+    write, calls = launcher.checkpoint.background_saver.write_rank_file, []
 
     def refuse(folder: Path, rank: int, *args: Any) -> Any:
         calls.append(folder)
@@ -117,7 +117,7 @@ def fail_on_one_rank(shards: Path, output: Path, changed: dict[str, Any], words:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(folder, rank, *args)
 
-    launcher.checkpoint.saver.write_rank_file = refuse
+    launcher.checkpoint.background_saver.write_rank_file = refuse
     end_guarded(shards, output, changed, 1, words)
 
 
@@ -164,7 +164,7 @@ def test_without_memory_for_a_copy_training_waits(shards, tmp_path):
 
 def save_onto_a_bad_disk(shards: Path, output: Path, changed: dict[str, Any], words: list[str]) -> None:
     """What the disk gives back is not what was written."""
-    launcher.checkpoint.save.read_back = lambda path: "0" * 32
+    launcher.checkpoint.checkpoint_files.read_back = lambda path: "0" * 32
     end_guarded(shards, output, changed, 1, words)
 
 
@@ -200,7 +200,7 @@ def test_what_was_written_is_read_back(tmp_path, count):
 
 def train_watching_syncs(shards: Path, folder: Path) -> None:
     """``train``, and check at each sync of the metrics that they are whole and the checkpoint is not there yet."""
-    seen, sync = [], launcher.checkpoint.save.sync_path
+    seen, sync = [], launcher.checkpoint.checkpoint_files.sync_path
 
     def watched(path: Path) -> None:
         sync(path)
@@ -210,7 +210,7 @@ def train_watching_syncs(shards: Path, folder: Path) -> None:
             assert set(range(1, 2 * saved + 3)) <= steps
             seen.append(saved)
 
-    launcher.checkpoint.save.sync_path = watched
+    launcher.checkpoint.checkpoint_files.sync_path = watched
     train(shards, folder, {"parallel.context": 1})
     assert seen == list(range(STEPS // 2)), "before each checkpoint"
 

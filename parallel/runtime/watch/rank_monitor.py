@@ -16,7 +16,7 @@ from parallel.runtime.listening import rendezvous_host
 from parallel.runtime.watch.activity_sampler import AwakeClock
 from parallel.runtime.watch.failure import FAILED, Failure, encode_message
 from parallel.runtime.watch.processes import RankProcess
-from parallel.runtime.watch.roll import Roll
+from parallel.runtime.watch.rendezvous_status import RendezvousStatus
 from parallel.runtime.watch.stall_detection import RankState, Stall, detect_stall, slow_ranks
 from parallel.runtime.watch.stall_report import Report, slow_rank_warning, stall_message
 from parallel.runtime.watch.watch_options import WatchOptions
@@ -28,7 +28,7 @@ _ANSWER_SECONDS = 1.0
 """How long the coordinator waits for the ranks' positions before it reports without them."""
 
 
-class Overseer:
+class RankMonitor:
     """State machine for the watch: rendezvous, collection of heartbeats, and hang detection."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Overseer:
     ) -> None:
         """Set the callbacks: ``send`` sends a line to one rank; ``fail`` sends all ranks the reason for the end."""
         self._options, self._send, self._fail = options, send, fail
-        self.roll = Roll(options.world_size, options.version)
+        self.roll = RendezvousStatus(options.world_size, options.version)
         # If this process itself was stopped, seconds without listening do not count.
         self._clock = AwakeClock(2 * options.heartbeat_seconds + 1.0)
         self._started = time.monotonic()

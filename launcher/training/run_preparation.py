@@ -10,7 +10,7 @@ import torch
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.zero_section import zero_options
-from launcher.metrics.trackers.thread import check_trackers
+from launcher.metrics.trackers.tracker_threads import check_trackers
 from launcher.plan.memory_estimate import check_memory, gib, memory_of_rank
 from launcher.run_folder import hold_folder, prepare_folder, start_logging
 from launcher.wording import format_count
@@ -25,7 +25,7 @@ from parallel.zero.zero_options import check_device
 log = logging.getLogger(__name__)
 
 
-def prepare_place(config: ResolvedConfig, model: ModelConfig, mesh: Mesh, device: torch.device) -> Path:
+def prepare_run(config: ResolvedConfig, model: ModelConfig, mesh: Mesh, device: torch.device) -> Path:
     """Check memory, folders, disks and packages, lock the run's folder and start the ranks' logs. Collective.
 
     Return the folder. Raise ConfigError on every rank if a check fails.

@@ -19,7 +19,7 @@ from parallel.runtime.watch.connection import Connection
 from parallel.runtime.watch.ending_signals import EndingSignals, failure_of
 from parallel.runtime.watch.failure import FIRST_ALIVE, SIGINT_CODE, Failure
 from parallel.runtime.watch.heartbeats import HeartbeatLog
-from parallel.runtime.watch.last_words import end_process, print_last_message
+from parallel.runtime.watch.last_message import end_process, print_last_message
 from parallel.runtime.watch.processes import is_first, kill, rouse, stopped_before_rendezvous, wait_for_exit
 from parallel.runtime.watch.watch_coordinator import Coordinator
 from parallel.runtime.watch.watch_options import WatchOptions
@@ -39,7 +39,7 @@ _ROUSED_SECONDS = 1.5
 """Grace period for a rank that was stopped to end by itself, with the common exit code."""
 
 
-class Member:
+class RankWatch:
     """This process as a member of the watch."""
 
     def __init__(

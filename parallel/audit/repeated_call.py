@@ -12,7 +12,7 @@ from parallel.audit.adamw import updated
 from parallel.audit.call_sample import UPDATE, CallSample
 
 
-def compute_again(sample: CallSample, device: torch.device) -> list[Tensor]:
+def repeat_call(sample: CallSample, device: torch.device) -> list[Tensor]:
     """Recompute the sample's call on this rank, and return its results."""
     # New memory each time: a call may write to its arguments.
     args, kwargs = sample.call(device)

@@ -6,16 +6,16 @@ from array import array
 
 from launcher.evaluation.model_source import ModelSource
 from launcher.generation.chat_prompt_ids import system_turn
-from launcher.generation.generation_options import GenerateOptions, check_space
+from launcher.generation.generation_options import GenerationCommandOptions, check_space
 from longctx.chat.chat_encoder import ChatEncoder, ChatEncodingError
 from longctx.chat.conversation import ASSISTANT, Conversation
 from longctx.errors import ConfigError
 
 
-class Talk:
+class InteractiveChat:
     """Turns in one chat. Each reply reads all turns again, because a template may change turns when others follow."""
 
-    def __init__(self, options: GenerateOptions, model_source: ModelSource) -> None:
+    def __init__(self, options: GenerationCommandOptions, model_source: ModelSource) -> None:
         """Start a chat; raise DataError for a model without a chat template."""
         self._options, self._model_source = options, model_source
         self._encoder = ChatEncoder(model_source.tokenizer)

@@ -11,8 +11,8 @@ from data_pipeline.inspect import describe, find_problems
 from data_pipeline.loader import build_loader
 from data_pipeline.prepare.build_shards import build_shards
 from data_pipeline.prepare.publish import pack_folder
+from data_pipeline.prepare.shard_removal import remove_shards
 from data_pipeline.prepare.sources import TextSource
-from data_pipeline.prepare.without import leave_out
 from data_pipeline.shards.manifest import VALIDATION_FOLDER, Manifest, hash_json
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.shard_verification import open_validated
@@ -44,7 +44,7 @@ def test_the_others_are_read_as_ever(damaged: Path, state: str):
     elif state == "missing":
         path.unlink()
         path.with_suffix(".sums").unlink()
-    found = leave_out(damaged, [BAD])
+    found = remove_shards(damaged, [BAD])
     entry = shards.manifest.shards[1]
     assert (found.shards, found.documents, found.tokens) == ((BAD,), entry.documents, entry.tokens)
     after = open_validated(damaged, whole=True)
@@ -59,10 +59,10 @@ def test_the_others_are_read_as_ever(damaged: Path, state: str):
 
 def test_the_manifest_counts_what_is_left(damaged: Path):
     before = Manifest.load(damaged)
-    leave_out(damaged, [BAD])
+    remove_shards(damaged, [BAD])
     with pytest.raises(ConfigError, match=f"{BAD} is already left out of "):
-        leave_out(damaged, [BAD])
-    leave_out(damaged, ["00000.arrow"])
+        remove_shards(damaged, [BAD])
+    remove_shards(damaged, ["00000.arrow"])
     after, shards = Manifest.load(damaged), ShardSet.open(damaged)
     assert after.shards == [entry for entry in before.shards if entry.file not in ("00000.arrow", BAD)]
     assert (after.documents, after.tokens) == (shards.num_documents, int(lengths_of(shards).sum()))
@@ -79,7 +79,7 @@ def test_held_out_documents_are_a_folder_of_their_own(tokenizer: Tokenizer, tmp_
     write_lengths(tmp_path / "shards", tokenizer, [500, 500], shard_tokens=500)
     write_lengths(held_out, tokenizer, [500, 500], shard_tokens=500)
     before = Manifest.load(tmp_path / "shards").hash
-    leave_out(held_out, [BAD])
+    remove_shards(held_out, [BAD])
     assert Manifest.load(tmp_path / "shards").hash == before
     assert ShardSet.open(held_out).num_documents == 1
     assert find_problems(tmp_path / "shards") == []
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_the_folder_before_is_refused(damaged: Path):
     loader = build_loader(damaged, seq_len=512, rows_per_step=1)
     next(loader)
     state = loader.state_dict()
-    leave_out(damaged, [BAD])
+    remove_shards(damaged, [BAD])
     with pytest.raises(DataError, match=r"manifest_hash.*\n.*run\.start_from"):
         build_loader(damaged, seq_len=512, rows_per_step=1).load_state_dict(state)
 
@@ -99,7 +99,7 @@ def test_building_again_writes_a_lost_shard_bit_for_bit(damaged: Path, source: T
     (damaged / BAD).unlink()
     rebuild(source, tokenizer, damaged)
     assert content(damaged) == whole
-    leave_out(damaged, [BAD])
+    remove_shards(damaged, [BAD])
     with pytest.raises(DataError, match="was built from another options"):
         build_shards(source, tokenizer, damaged, validation_fraction=0.2, shard_tokens=20_000)
     rebuild(source, tokenizer, damaged)
@@ -111,20 +111,20 @@ def test_building_again_writes_a_lost_shard_bit_for_bit(damaged: Path, source: T
 def test_what_is_no_shard_is_refused_with_the_nearest(damaged: Path, name: str):
     before = content(damaged)
     with pytest.raises(ConfigError, match=r"is not a shard in .*Did you mean 000\d\d\.arrow\?"):
-        leave_out(damaged, [name])
+        remove_shards(damaged, [name])
     assert content(damaged) == before
 
 
 def test_all_shards_are_refused(damaged: Path):
     with pytest.raises(ConfigError, match=r"would remove all documents from "):
-        leave_out(damaged, [entry.file for entry in Manifest.load(damaged).shards])
+        remove_shards(damaged, [entry.file for entry in Manifest.load(damaged).shards])
 
 
 def test_another_lost_shard_is_named(damaged: Path):
     before = (damaged / "manifest.json").read_bytes()
     (damaged / "00000.arrow").unlink()
     with pytest.raises(DataError, match=r"00000\.arrow is missing"):
-        leave_out(damaged, [BAD])
+        remove_shards(damaged, [BAD])
     assert (damaged / "manifest.json").read_bytes() == before
 
 
@@ -132,9 +132,9 @@ def test_a_packed_folder_is_refused(damaged: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     pack_folder(damaged, tmp_path / "packed", overwrite=False, say=lambda _: None)
     with pytest.raises(DataError, match="is packed"):
-        leave_out(tmp_path / "packed", [BAD])
+        remove_shards(tmp_path / "packed", [BAD])
     # One that is made without it is read like any other.
-    leave_out(damaged, [BAD])
+    remove_shards(damaged, [BAD])
     pack_folder(damaged, tmp_path / "again", overwrite=False, say=lambda _: None)
     assert read_all(ShardSet.open(tmp_path / "again")) == read_all(ShardSet.open(damaged))
     assert find_problems(tmp_path / "again") == []
@@ -146,9 +146,9 @@ def test_a_manifest_that_cannot_be_written_stays_as_it_was(damaged: Path, monkey
     def refuse(*_: object, **__: object) -> None:
         raise DataError("no space")
 
-    monkeypatch.setattr("data_pipeline.prepare.without.write_atomically", refuse)
+    monkeypatch.setattr("data_pipeline.prepare.shard_removal.write_atomically", refuse)
     with pytest.raises(DataError, match="no space"):
-        leave_out(damaged, [BAD])
+        remove_shards(damaged, [BAD])
     assert content(damaged) == before
 
 
@@ -169,6 +169,6 @@ def test_a_list_of_an_earlier_release_is_not_read_over_in_silence(damaged: Path,
     (problem,) = find_problems(damaged)
     assert "exclusions.json" in problem
     with pytest.raises(DataError, match=r"exclusions\.json"):
-        leave_out(damaged, [BAD])
+        remove_shards(damaged, [BAD])
     with pytest.raises(DataError, match=r"exclusions\.json"):
         pack_folder(damaged, damaged.parent / "packed", overwrite=False, say=print)

@@ -36,7 +36,7 @@ _READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedShard:
+class CompressedShard:
     """One compressed file."""
 
     shard: str
@@ -47,12 +47,12 @@ class PackedShard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedFolder:
+class CompressedFolder:
     """List of a folder's compressed shards."""
 
     manifest: str
     """Hash of the folder's manifest."""
-    shards: list[PackedShard]
+    shards: list[CompressedShard]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object to write, with its own hash."""
@@ -60,7 +60,7 @@ class PackedFolder:
         return {**body, "hash": hash_json(body)}
 
     @classmethod
-    def load(cls, folder: Location, manifest: Manifest) -> PackedFolder:
+    def load(cls, folder: Location, manifest: Manifest) -> CompressedFolder:
         """Read and check ``packed.json``; raise DataError if it is damaged, edited, or belongs to another manifest."""
         path = folder / PACKED_FILE
         body = read_json_object(path)
@@ -71,7 +71,7 @@ class PackedFolder:
             _CHECK(body, "")
         except ValueError as error:
             raise DataError(f"{path}: {error}. {_REPACK_HINT}") from error
-        shards = [PackedShard(**entry) for entry in body.pop("shards")]
+        shards = [CompressedShard(**entry) for entry in body.pop("shards")]
         packing = cls(shards=shards, **body)
         # Both files are intact even if a copy has mixed two folders, so compare the hashes.
         if packing.manifest != manifest.hash:
@@ -80,7 +80,7 @@ class PackedFolder:
             raise DataError(f"{path} does not list the manifest's shards. {_REPACK_HINT}")
         return packing
 
-    def of(self, shard: str) -> PackedShard:
+    def of(self, shard: str) -> CompressedShard:
         """Return a shard's compressed file."""
         return next(entry for entry in self.shards if entry.shard == shard)
 
@@ -88,7 +88,7 @@ class PackedFolder:
 _REPACK_HINT = "Pack the folder again with `longctx data pack`."
 
 
-def pack_shard(path: Path, to: Path, *, level: int) -> PackedShard:
+def compress_shard(path: Path, to: Path, *, level: int) -> CompressedShard:
     """Compress a shard into the file ``to``; deterministic for a given shard, level and zstd release."""
     digest = xxhash.xxh3_128()
     # zstd's own checksum is off, since ours is listed. The recorded size lets the reader allocate memory once.
@@ -97,4 +97,4 @@ def pack_shard(path: Path, to: Path, *, level: int) -> PackedShard:
         for block in compressor.read_to_iter(source, size=path.stat().st_size, read_size=_READ_BYTES):
             digest.update(block)
             sink.write(block)
-    return PackedShard(shard=path.name, file=to.name, bytes=to.stat().st_size, xxh3_128=digest.hexdigest())
+    return CompressedShard(shard=path.name, file=to.name, bytes=to.stat().st_size, xxh3_128=digest.hexdigest())

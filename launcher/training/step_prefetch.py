@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from data_pipeline.loader import Loader, Taken
+from data_pipeline.loader import Loader, LocalMicroBatch
 from data_pipeline.rows.row_batches import Place
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch
@@ -45,7 +45,7 @@ class StepData:
     """Rank placement for each micro-batch; empty unless requested."""
 
 
-class StepFeed:
+class StepPrefetcher:
     """Iterator over a run's steps that prefetches the next ones in the background.
 
     ``state_dict`` and ``tokens_consumed`` describe the steps already returned, never those prefetched. The thread
@@ -166,7 +166,7 @@ class StepFeed:
             shard = taken.share
             lengths.append(taken.documents.lengths)
             source_lengths.append(taken.source_lengths)
-            rows.append(taken.rows)
+            rows.append(taken.row_numbers)
             if self._compute_degrees is not None:
                 degrees.append(self._compute_degrees(shard.placement, shard.documents))
             shards.append(shard)
@@ -181,7 +181,7 @@ class StepFeed:
             degrees=degrees,
         )
 
-    def _read(self, claims: Sequence[Callable[..., Taken]]) -> Iterator[Taken]:
+    def _read(self, claims: Sequence[Callable[..., LocalMicroBatch]]) -> Iterator[LocalMicroBatch]:
         """Yield the claimed micro-batches in order, read by any worker."""
         if self._num_workers == 1:
             return map(self._read_one, claims)
@@ -190,7 +190,7 @@ class StepFeed:
             self._workers = ThreadPool(self._num_workers, self._begin_thread, (torch.get_num_threads(),))
         return self._workers.imap(self._read_one, claims)
 
-    def _read_one(self, claim: Callable[..., Taken]) -> Taken:
+    def _read_one(self, claim: Callable[..., LocalMicroBatch]) -> LocalMicroBatch:
         taken = claim(*self._assignments)
         if self._device.type == "cuda":
             taken = replace(taken, share=taken.share.pinned())

@@ -14,7 +14,7 @@ from data_pipeline.prepare.build_shards import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.shards.reader import ShardSet
-from launcher.checkpoint.tokenizers import check_same_tokenizer
+from launcher.checkpoint.tokenizer_checks import check_checkpoint_tokenizer
 from launcher.config.config_sections import RunConfig
 from launcher.training.run_data import _tokenizer_files
 from launcher.training.setup import build_run
@@ -107,7 +107,7 @@ def test_a_checkpoint_without_a_tokenizer_is_said_to_have_none(shards, tmp_path,
     own.mkdir()
     for name, bytes_of_file in files.items():
         (own / name).write_bytes(bytes_of_file)
-    check_same_tokenizer(own, loader.shards)
+    check_checkpoint_tokenizer(own, loader.shards)
     assert (7 in load_tokenizer(own).special.stop_ids) == travels
     # Without a checkpoint there is nothing to say.
     caplog.clear()

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.loader import Taken
+from data_pipeline.loader import LocalMicroBatch
 from data_pipeline.rows.row_batches import Place, Share
-from launcher.training import feed as feed_module
-from launcher.training.feed import StepFeed
+from launcher.training import step_prefetch as feed_module
+from launcher.training.step_prefetch import StepPrefetcher
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch, TokenSpan
 from longctx.errors import DataError
@@ -42,11 +42,11 @@ class NumberedLoader:
     def state_dict(self) -> dict[str, Any]:
         return {"rows": 2 * (self.asked // 2)}
 
-    def claim(self) -> Callable[[Place], Taken]:
+    def claim(self) -> Callable[[Place], LocalMicroBatch]:
         self.asked += 1
         return partial(self.read, self.asked - 1)
 
-    def read(self, number: int, place: Place) -> Taken:
+    def read(self, number: int, place: Place) -> LocalMicroBatch:
         assert self.gate.wait(WAIT)
         self.threads.add(threading.current_thread().name)
         if number == self.fail_at:
@@ -67,15 +67,15 @@ class NumberedLoader:
             num_targets=1,
             num_tokens=2,
         )
-        return Taken(batch, documents, (number % 2,))
+        return LocalMicroBatch(batch, documents, (number % 2,))
 
 
 def all_of_it(documents: PackedDocuments) -> Share:
     return Share(documents, [(0, documents.num_tokens, 1)], None)
 
 
-def feed_of(loader: NumberedLoader, num_steps: int = 4, device: str = "cpu", **options: int) -> StepFeed:
-    return StepFeed(loader, all_of_it, num_steps=num_steps, device=torch.device(device), **options)
+def feed_of(loader: NumberedLoader, num_steps: int = 4, device: str = "cpu", **options: int) -> StepPrefetcher:
+    return StepPrefetcher(loader, all_of_it, num_steps=num_steps, device=torch.device(device), **options)
 
 
 def threads() -> list[str]:
@@ -125,7 +125,7 @@ def test_several_threads_read_a_step_in_its_order():
     loader = NumberedLoader()
     read = loader.read
 
-    def read_together(number: int, place: Place) -> Taken:
+    def read_together(number: int, place: Place) -> LocalMicroBatch:
         # Neither goes on before the other has begun.
         both.wait()
         return read(number, place)
@@ -202,7 +202,7 @@ class OneBuffer(NumberedLoader):
         super().__init__()
         self.ids = torch.zeros(3, dtype=torch.int32)
 
-    def read(self, number: int, place: Place) -> Taken:
+    def read(self, number: int, place: Place) -> LocalMicroBatch:
         taken = super().read(number, place)
         return replace(taken, share=replace(taken.share, ids=self.ids.copy_(taken.share.ids)))
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from launcher.config.model_section import find_start
 from launcher.config.run_config_rules import check_run
 from launcher.run_folder import IMPORTED
-from launcher.training.origin import Origin, converted
+from launcher.training.run_origin import RunOrigin, converted
 from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, find_checkpoint, list_checkpoints, model_config
@@ -36,7 +36,7 @@ def hf(tmp_path: Path) -> Path:
 
 
 def convert(source: Path, run_folder: Path) -> Path:
-    folder = converted(Origin(kind="started", folder=source), run_folder).folder
+    folder = converted(RunOrigin(kind="started", folder=source), run_folder).folder
     assert folder == run_folder / IMPORTED
     return folder
 
@@ -52,7 +52,7 @@ def test_a_hugging_face_folder_becomes_a_checkpoint_of_the_run(hf, tmp_path):
 def test_the_same_files_are_converted_once_and_others_again(hf, tmp_path, caplog):
     folder = convert(hf, tmp_path / "run")
     first = (folder / "manifest.json").stat().st_mtime_ns
-    with caplog.at_level(logging.INFO, logger="launcher.training.origin"):
+    with caplog.at_level(logging.INFO, logger="launcher.training.run_origin"):
         logging.getLogger("launcher").propagate = True
         convert(hf, tmp_path / "run")
     assert "is already converted" in caplog.text

@@ -18,8 +18,8 @@ import numpy as np
 
 from data_pipeline.shards.local_copies import open_folder
 from data_pipeline.shards.manifest import MANIFEST_FILE, WITHOUT, Manifest, length_histogram, sorted_histogram
-from data_pipeline.shards.packing import PACKED_FILE
 from data_pipeline.shards.reader import MAX_MAPPED, ShardSet
+from data_pipeline.shards.shard_compression import PACKED_FILE
 from data_pipeline.stores.client import write_object
 from data_pipeline.stores.urls import Location, ObjectPath
 from longctx.errors import ConfigError, DataError
@@ -27,7 +27,7 @@ from longctx.files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftOutShards:
+class RemovedShards:
     """Result of ``leave_out``."""
 
     shards: tuple[str, ...]
@@ -40,7 +40,7 @@ class LeftOutShards:
     """New manifest."""
 
 
-def leave_out(folder: str | Path | ObjectPath, shards: Sequence[str]) -> LeftOutShards:
+def remove_shards(folder: str | Path | ObjectPath, shards: Sequence[str]) -> RemovedShards:
     """Rewrite a shard folder's manifest without these shards. No other file is changed or removed.
 
     The length histogram is recounted from the remaining shards' offsets. Text bytes are scaled with the tokens, because
@@ -87,7 +87,7 @@ def leave_out(folder: str | Path | ObjectPath, shards: Sequence[str]) -> LeftOut
             copy.lend_to(kept)
     else:
         write_atomically(place / MANIFEST_FILE, kept.content())
-    return LeftOutShards(
+    return RemovedShards(
         shards=tuple(entry.file for entry in left_out),
         documents=sum(entry.documents for entry in left_out),
         tokens=sum(entry.tokens for entry in left_out),

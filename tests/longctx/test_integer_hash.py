@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx.mixing import GOLDEN, mix64, mix64_array
+from longctx.integer_hash import GOLDEN, mix64, mix64_array
 
 FIRST_OUTPUTS = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 """Of the generator that starts at 0."""

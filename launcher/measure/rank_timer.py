@@ -32,12 +32,12 @@ class RankTimer:
         wall time; if ranks share cores, multiply it by the number of ranks per core.
         """
         self.device, self.round_seconds, self.cpu_time = device, round_seconds, cpu_time
-        self.factor = 1.0
+        self.oversubscription = 1.0
         """Ranks per core, at least 1; multiplies CPU time, which does not include waiting for a core."""
         if cpu_time:
             # A process may be restricted to fewer cores than the machine has.
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            self.factor = max(1.0, num_ranks() / cores)
+            self.oversubscription = max(1.0, num_ranks() / cores)
 
     def seconds(self, action: Callable[[], Any]) -> float:
         """Return seconds per call on this rank, without first-call setup: the median over rounds.
@@ -49,15 +49,15 @@ class RankTimer:
         # Start together: ranks share cores, caches and memory, and a run keeps all of them busy.
         long_barrier()
         action()
-        once = self._once(action, 1)
+        once = self._mean_seconds(action, 1)
         if once > _LONG_ROUNDS * self.round_seconds:
             # Disturbances average out within such a call; the minimum drops a rare long one.
-            return min(once, self._once(action, 1))
+            return min(once, self._mean_seconds(action, 1))
         # A coarse clock may count 0 seconds for one call.
         repeats = max(1, int(self.round_seconds / max(once, 1e-9)))
-        return statistics.median(self._once(action, repeats) for _ in range(_NUM_ROUNDS))
+        return statistics.median(self._mean_seconds(action, repeats) for _ in range(_NUM_ROUNDS))
 
-    def together(self, action: Callable[[], Any]) -> float:
+    def collective_seconds(self, action: Callable[[], Any]) -> float:
         """Return seconds per call on this rank, for an action in which ranks wait for one another. Collective.
 
         All ranks repeat the action equally often; each returns the median of its own rounds.
@@ -66,31 +66,31 @@ class RankTimer:
         action()
         long_barrier()
         # Ranks measure different seconds; the slowest one sets the repeat count for all.
-        once = torch.tensor([self._once(action, 1)], dtype=torch.float64, device=self.device)
+        once = torch.tensor([self._mean_seconds(action, 1)], dtype=torch.float64, device=self.device)
         Communicator().all_reduce(once, world_group(), operation="agreeing on a call count", largest=True)
         repeats = min(max(1, int(_COLLECTIVE_ROUND_SECONDS / max(once.item(), 1e-6))), _MAX_COLLECTIVE_REPEATS)
         times = []
         for _ in range(_NUM_ROUNDS):
             # A rank that started early would count its wait for the others.
             long_barrier()
-            times.append(self._once(action, repeats))
+            times.append(self._mean_seconds(action, repeats))
         return statistics.median(times)
 
-    def once(self, action: Callable[[], Any]) -> float:
+    def single_call_seconds(self, action: Callable[[], Any]) -> float:
         """Return the seconds for a single call, without warm-up, rounds or a barrier."""
-        return self._once(action, 1)
+        return self._mean_seconds(action, 1)
 
-    def _once(self, action: Callable[[], Any], repeats: int) -> float:
+    def _mean_seconds(self, action: Callable[[], Any], repeats: int) -> float:
         """Return mean seconds per call over ``repeats`` calls."""
         # GPU calls return early: synchronize so that earlier work is excluded and these calls are complete.
-        self._finish()
+        self._synchronize()
         start = self._now()
         for _ in range(repeats):
             action()
-        self._finish()
-        return self.factor * (self._now() - start) / repeats
+        self._synchronize()
+        return self.oversubscription * (self._now() - start) / repeats
 
-    def _finish(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.metrics.trackers import thread
-from launcher.metrics.trackers.thread import (
+from launcher.metrics.trackers import tracker_threads
+from launcher.metrics.trackers.tracker import TrackedRun, without_secrets
+from launcher.metrics.trackers.tracker_threads import (
     PACKAGES,
     QUEUE_CALLS,
     Trackers,
@@ -22,7 +23,6 @@ from launcher.metrics.trackers.thread import (
     check_trackers,
     open_trackers,
 )
-from launcher.metrics.trackers.tracker import TrackedRun, without_secrets
 from longctx.errors import ConfigError
 from tests.helpers import REPOSITORY
 from tests.launcher.metrics.test_metrics import TRAIN, VALIDATION, train
@@ -93,7 +93,7 @@ def test_a_tracker_that_hangs_drops_records_and_delays_no_other_one(gate, caplog
     # Past the other one, which may not keep up with this test.
     for step in range(10, QUEUE_CALLS + 12):
         hanging.put(lambda tracker, step=step: tracker.log(step, {}, 0.0))
-    monkeypatch.setattr(thread, "DONE_SECONDS", 2.0)
+    monkeypatch.setattr(tracker_threads, "DONE_SECONDS", 2.0)
     trackers.close("done")
     assert hanging.num_dropped in (11, 12), "one may be in its hands, the others are in the queue"
     assert [call[0] for call in other.calls] == ["log"] * 10 + ["close"]
@@ -111,8 +111,8 @@ def test_a_tracker_that_hangs_drops_records_and_delays_no_other_one(gate, caplog
 @pytest.mark.parametrize("how", ["stopped", "launcher", "failed"])
 def test_a_run_that_stops_waits_less_than_one_that_is_done(how, gate, caplog, monkeypatch):
     """Whoever asked it to may soon kill it."""
-    monkeypatch.setattr(thread, "STOP_SECONDS", 0.05)
-    monkeypatch.setattr(thread, "DONE_SECONDS", math.inf)
+    monkeypatch.setattr(tracker_threads, "STOP_SECONDS", 0.05)
+    monkeypatch.setattr(tracker_threads, "DONE_SECONDS", math.inf)
     hanging = TrackerThread("x", lambda: Remembers("log", gate.wait))
     trackers = Trackers([hanging])
     trackers.send(train(1))
@@ -156,7 +156,7 @@ import atexit, threading
 from launcher.cluster.exit import run_script
 from launcher.metrics.trackers import thread
 from tests.launcher.metrics.test_metrics import train
-from tests.launcher.metrics.trackers.test_thread import Remembers
+from tests.launcher.metrics.trackers.test_tracker_threads import Remembers
 
 thread.DONE_SECONDS = 0.1
 def main():
@@ -180,7 +180,7 @@ def test_secrets_are_left_out(monkeypatch):
 
 def test_settings_become_parameters(tmp_path, monkeypatch):
     opened: list[tuple[str, TrackedRun]] = []
-    monkeypatch.setattr(thread, "open_tracker", lambda *call: opened.append(call) or Remembers())
+    monkeypatch.setattr(tracker_threads, "open_tracker", lambda *call: opened.append(call) or Remembers())
     config = {"run": {"trackers": ("wandb",), "seed": 3}, "data": {"train": "s3://u:p@h/x", "balance": True}}
     trackers = open_trackers(["wandb"], tmp_path, project="mine", config=config, first_step=7)
     trackers.send(train(7))
@@ -198,13 +198,13 @@ def test_settings_become_parameters(tmp_path, monkeypatch):
 def test_a_run_opens_the_trackers_that_it_names(tmp_path, monkeypatch):
     """On rank 0; their first step is 0, of a resumed run the one after its checkpoint."""
     from launcher.training import trainer  # torch and DeepSpeed, for which the process above need not wait
-    from launcher.training.origin import Origin
+    from launcher.training.run_origin import RunOrigin
 
     asked: list[tuple] = []
     monkeypatch.setattr(trainer, "open_trackers", lambda *known, **more: asked.append((*known, more)))
     config = tiny_config(tmp_path, tmp_path, {"run.trackers": "wandb", "run.tracker_project": "mine"})
     for origin, is_rank_0 in (("new", True), ("resumed", True), ("resumed", False)):
-        run = SimpleNamespace(config=config, folder=tmp_path, origin=Origin(kind=origin), is_rank_0=is_rank_0)
+        run = SimpleNamespace(config=config, folder=tmp_path, origin=RunOrigin(kind=origin), is_rank_0=is_rank_0)
         trainer._open_trackers(run, step=4)
     more = {"project": "mine", "config": dataclasses.asdict(config)}
     assert asked == [(("wandb",), tmp_path, {**more, "first_step": first_step}) for first_step in (0, 5)]
