@@ -136,7 +136,7 @@ def find_flips(data: Path, output: Path, settings: dict[str, Any], plan: dict[st
             found = take.audit.findings
             named = [x for x in found if x.is_named and list(x.candidate_ranks) == [victim] and x.of == victim]
             flips.append({"where": where, "bit": bit, "found": bool(found), "named": len(named) == len(found) > 0})
-    run.feed.close()
+    run.prefetcher.close()
     return {"alarms": alarms, "kinds": dict(kinds), "calls": calls, "flips": flips}
 
 
@@ -165,7 +165,7 @@ def measure_cost(data: Path, output: Path, rounds: int) -> dict[str, Any]:
                 if memory is not None:
                     value = memory.peak
             found[record.get("audited", "plain")].append(value)
-    run.feed.close()
+    run.prefetcher.close()
     return {"seconds": seconds, "peaks": peaks}
 
 

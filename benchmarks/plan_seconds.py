@@ -127,7 +127,7 @@ def take_steps(case: Case, data: str, output: str, steps: int) -> Steps:
         trainer.take_step()
         found.wall.append(time.perf_counter() - wall)
         found.cpu.append(time.process_time() - cpu)
-    run.feed.close()
+    run.prefetcher.close()
     return found
 
 

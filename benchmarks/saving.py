@@ -111,7 +111,7 @@ class SavingRun:
 
     def close(self) -> None:
         """End the thread that reads rows."""
-        self._run.feed.close()
+        self._run.prefetcher.close()
 
 
 def seconds_of_saves(data: Path, output: Path, settings: dict[str, Any], rounds: int) -> dict[str, float]:

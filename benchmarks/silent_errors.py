@@ -124,7 +124,7 @@ def measure(data: Path, output: Path, settings: dict[str, Any], steps: int) -> d
         # Rows are packed: each step sends other keys.
         found["bytes"].append(summed["bytes"])
         found["messages"].append(summed["messages"])
-    run.feed.close()
+    run.prefetcher.close()
     rates = []
     for _ in range(5):
         x, began = torch.ones(16 << 20), time.thread_time()

@@ -177,20 +177,20 @@ Texts = dict[int, list[DocumentPrefix]]
 """Texts by length, each truncated to it."""
 
 
-def read_documents(options: EvaluationOptions, subject: EvaluatedModel) -> Texts:
+def read_documents(options: EvaluationOptions, evaluated: EvaluatedModel) -> Texts:
     """Return, for each length, the first ``options.samples`` documents that are long enough.
 
     Documents are never joined: text before a document's start is not its context. A length without any document is left
     out with a warning; raise DataError if no length is left.
     """
-    assert subject.text_folder is not None, "losses without text"
+    assert evaluated.text_folder is not None, "losses without text"
     found: Texts = {length: [] for length in options.lengths}
     longest = 0
-    for name, ids in _documents(options, subject, subject.text_folder):
+    for name, ids in _documents(options, evaluated, evaluated.text_folder):
         longest = max(longest, len(ids))
         for length, texts in found.items():
             if len(ids) >= length and len(texts) < options.samples:
-                check_rows(subject.tokenizer, ids[:length], f"{name} of {subject.text_folder}")
+                check_rows(evaluated.tokenizer, ids[:length], f"{name} of {evaluated.text_folder}")
                 # A copy: a view would keep the full document in memory.
                 texts.append(DocumentPrefix(name, ids[:length].astype(np.int32)))
         # Stop early: a folder may hold far more text than needed.
@@ -199,13 +199,13 @@ def read_documents(options: EvaluationOptions, subject: EvaluatedModel) -> Texts
     short = [length for length, texts in found.items() if not texts]
     if short:
         missing = (
-            f"the longest document in {subject.text_folder} has {longest:,} tokens, and a loss at {short[0]:,} needs "
+            f"the longest document in {evaluated.text_folder} has {longest:,} tokens, and a loss at {short[0]:,} needs "
             f"{short[0]:,}. Use --lengths {longest} or less, leave out ppl and longppl, or name longer texts: "
             "--haystack FOLDER"
         )
         tasks, _, _ = options.chosen()
         if len(short) == len(found) and not any(
-            is_feasible(t.name, options.lengths, subject.skipped_cells) for t in tasks
+            is_feasible(t.name, options.lengths, evaluated.skipped_cells) for t in tasks
         ):
             raise DataError(f"--lengths {short[0]}: {missing}")
         log.warning("Skipped ppl and longppl at %s: %s", " and ".join(f"{length:,}" for length in short), missing)
@@ -213,12 +213,12 @@ def read_documents(options: EvaluationOptions, subject: EvaluatedModel) -> Texts
 
 
 def _documents(
-    options: EvaluationOptions, subject: EvaluatedModel, folder: Location | str
+    options: EvaluationOptions, evaluated: EvaluatedModel, folder: Location | str
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield each document's name and ids, including begin and end ids."""
     if not isinstance(folder, str) and (folder / MANIFEST_FILE).is_file():
         shards = open_validated(folder)
-        _check_tokenizer(options, subject, shards)
+        _check_tokenizer(options, evaluated, shards)
         for number in range(shards.num_documents):
             shards.check_files([number])
             yield shards.name(number), shards.document(number)
@@ -229,13 +229,13 @@ def _documents(
         # A token has at least one byte, except begin, end and a first space, so short texts need no encoding. The
         # longest ones still do, because an error reports their token count.
         if size + 3 >= shortest or size > longest:
-            yield document.name, subject.tokenizer.encode_document(document.text)
+            yield document.name, evaluated.tokenizer.encode_document(document.text)
         longest = max(longest, size)
 
 
-def _check_tokenizer(options: EvaluationOptions, subject: EvaluatedModel, shards: ShardSet) -> None:
+def _check_tokenizer(options: EvaluationOptions, evaluated: EvaluatedModel, shards: ShardSet) -> None:
     """Raise DataError unless the shards' ids mean the same text to the model."""
     if options.tokenizer is None:
-        check_checkpoint_tokenizer(subject.folder, shards)
+        check_checkpoint_tokenizer(evaluated.folder, shards)
     else:
-        check_given_tokenizer(subject.tokenizer, shards)
+        check_given_tokenizer(evaluated.tokenizer, shards)

@@ -77,19 +77,19 @@ def run_evaluation(options: EvaluationOptions, device: torch.device, progress: P
         progress = no_progress
     # Order checks from cheap to expensive, all before any allocation.
     with progress("reading text, checking each task"):
-        subject = on_every_rank(lambda: open_evaluated_model(options))
-        mesh = build_mesh(subject.model, context=options.context, expert=options.expert)
-        texts, skipped_cells = on_rank_0(lambda: _read_and_check(options, subject))
+        evaluated = on_every_rank(lambda: open_evaluated_model(options))
+        mesh = build_mesh(evaluated.model, context=options.context, expert=options.expert)
+        texts, skipped_cells = on_rank_0(lambda: _read_and_check(options, evaluated))
     # Filled on rank 0 only.
     stores: list[EvaluationStore] = []
     with ExitStack() as stack:
-        done = on_rank_0(lambda: _open_store(options, subject, texts, stores, stack))
+        done = on_rank_0(lambda: _open_store(options, evaluated, texts, stores, stack))
         jobs = missing_jobs(options, texts, done, skipped_cells)
         if jobs:
-            with progress(f"loading {subject.folder}"):
-                decoder = build_decoder(subject, mesh, getattr(torch, options.dtype), device)
+            with progress(f"loading {evaluated.folder}"):
+                decoder = build_decoder(evaluated, mesh, getattr(torch, options.dtype), device)
             with progress("evaluating", sum(job.length * len(job.indices) for job in jobs)) as update:
-                _Evaluator(options, subject, mesh, decoder, device, texts, stores).process_jobs(jobs, update)
+                _Evaluator(options, evaluated, mesh, decoder, device, texts, stores).process_jobs(jobs, update)
         with progress("drawing"):
             return on_rank_0(lambda: write_results(options.output))
 
@@ -134,14 +134,14 @@ class _Evaluator:
     def __init__(
         self,
         options: EvaluationOptions,
-        subject: EvaluatedModel,
+        evaluated: EvaluatedModel,
         mesh: Mesh,
         decoder: Decoder,
         device: torch.device,
         texts: Texts,
         stores: list[EvaluationStore],
     ) -> None:
-        self._options, self._subject, self._mesh = options, subject, mesh
+        self._options, self._subject, self._mesh = options, evaluated, mesh
         self._decoder, self._device = decoder, device
         self._texts, self._stores = texts, stores
 
@@ -251,27 +251,27 @@ def broadcast_in_sequence(mesh: Mesh, value: Value | None) -> Value:
     return mesh.comm.broadcast_object(value, mesh.context_peer(0), mesh.control_group, operation=activity)
 
 
-def _read_and_check(options: EvaluationOptions, subject: EvaluatedModel) -> tuple[Texts, frozenset[Cell]]:
+def _read_and_check(options: EvaluationOptions, evaluated: EvaluatedModel) -> tuple[Texts, frozenset[Cell]]:
     """Return the texts for losses and the cells that are left out, after making one sample per remaining task.
 
     Errors name short or missing texts.
     """
     tasks, text_metrics, _ = options.chosen()
     problems: dict[str, LongCtxError] = {}
-    skipped_cells, last = set(subject.skipped_cells), None
+    skipped_cells, last = set(evaluated.skipped_cells), None
     for task in tasks:
-        left = [length for length in options.lengths if (task.name, length) not in subject.skipped_cells]
+        left = [length for length in options.lengths if (task.name, length) not in evaluated.skipped_cells]
         attempted: list[int] = []
         for group in by_prompts(left):
             for length in group:
                 attempted.append(length)
-                last = _misfit(subject, task, length, options.samples, skipped_cells, problems) or last
+                last = _misfit(evaluated, task, length, options.samples, skipped_cells, problems) or last
                 # Longer cells fit too.
                 if (task.name, length) not in skipped_cells:
                     break
         # The shortest length reveals prompts that do not fit, the longest one texts and word lists that are too short.
         if left and left[-1] not in attempted and (task.needs_haystack or not isinstance(task, IndependentTask)):
-            last = _misfit(subject, task, left[-1], options.samples, skipped_cells, problems) or last
+            last = _misfit(evaluated, task, left[-1], options.samples, skipped_cells, problems) or last
     # Report all problems at once, before the model is loaded.
     if problems:
         raise _all_of(problems)
@@ -281,12 +281,12 @@ def _read_and_check(options: EvaluationOptions, subject: EvaluatedModel) -> tupl
         log.warning("Skipped, because the task's prompts do not fit the length: %s.", format_cells(skipped_cells))
     texts: Texts = {}
     if text_metrics:
-        texts = read_documents(options, subject)
+        texts = read_documents(options, evaluated)
     return texts, frozenset(skipped_cells)
 
 
 def _misfit(
-    subject: EvaluatedModel,
+    evaluated: EvaluatedModel,
     task: EvaluationTask,
     length: int,
     count: int,
@@ -295,7 +295,7 @@ def _misfit(
 ) -> LengthError | None:
     """Try a cell's samples; record that one does not fit and return the error, or record another problem."""
     try:
-        try_samples(subject.setting, task, length, count)
+        try_samples(evaluated.setting, task, length, count)
     except LengthError as error:
         # With this haystack's words the prompt is longer than with the stand-in's.
         skipped_cells.add((task.name, length))
@@ -317,11 +317,11 @@ def _all_of(problems: dict[str, LongCtxError]) -> LongCtxError:
 
 
 def _open_store(
-    options: EvaluationOptions, subject: EvaluatedModel, texts: Texts, stores: list[EvaluationStore], stack: ExitStack
+    options: EvaluationOptions, evaluated: EvaluatedModel, texts: Texts, stores: list[EvaluationStore], stack: ExitStack
 ) -> set[Key]:
     """Open the output folder on rank 0, locked until the stack closes; return its finished samples."""
     stack.enter_context(locked(options.output))
-    store = EvaluationStore(options.output, settings_of(options, subject), text_settings(subject))
+    store = EvaluationStore(options.output, settings_of(options, evaluated), text_settings(evaluated))
     store.check_texts(texts)
     stores.append(store)
     return store.done

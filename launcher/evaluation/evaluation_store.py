@@ -39,15 +39,15 @@ _MAY_DIFFER = ("date", "version", "model", "checkpoint")
 """Settings that a second call in the same folder may change: a checkpoint that was moved has the same weights."""
 
 
-def settings_of(options: EvaluationOptions, subject: EvaluatedModel) -> dict[str, Any]:
+def settings_of(options: EvaluationOptions, evaluated: EvaluatedModel) -> dict[str, Any]:
     """Return all settings that affect a row, except task, length and index; degrees and device do not count."""
     return {
         # Parallel degrees and device change rounding only, so a resume may use others.
-        "model": subject.name,
-        "checkpoint": str(subject.folder.resolve()),
-        "weights": subject.fingerprint,
-        "tokenizer": subject.tokenizer.fingerprint,
-        "chat": subject.chat,
+        "model": evaluated.name,
+        "checkpoint": str(evaluated.folder.resolve()),
+        "weights": evaluated.fingerprint,
+        "tokenizer": evaluated.tokenizer.fingerprint,
+        "chat": evaluated.chat,
         "dtype": options.dtype,
         "seed": options.seed,
         "depths": list(options.depths),
@@ -60,15 +60,15 @@ def settings_of(options: EvaluationOptions, subject: EvaluatedModel) -> dict[str
     }
 
 
-def text_settings(subject: EvaluatedModel) -> dict[str, Any]:
+def text_settings(evaluated: EvaluatedModel) -> dict[str, Any]:
     """Return additional settings for rows that read text."""
     haystack = None
-    if subject.setting.haystack is not None:
+    if evaluated.setting.haystack is not None:
         digest = xxhash.xxh3_128()
-        for sentence in subject.setting.haystack.sentences:
+        for sentence in evaluated.setting.haystack.sentences:
             digest.update(sentence.encode())
         haystack = digest.hexdigest()
-    folder = subject.text_folder
+    folder = evaluated.text_folder
     if isinstance(folder, Path):
         folder = folder.resolve()
     return {"haystack": haystack, "text_folder": folder and str(folder)}

@@ -95,7 +95,7 @@ class TrainingRun:
         return self.mesh.rank == 0
 
     @cached_property
-    def feed(self) -> StepPrefetcher:
+    def prefetcher(self) -> StepPrefetcher:
         """Data for the remaining steps, in order."""
         # Only rank 0 records degrees.
         compute_degrees = None

@@ -100,7 +100,7 @@ class Stopping:
         first = min((reason for reason in reasons if reason is not None), key=lambda reason: reason.time)
         writer.write(_event(first, step))
         # Work that takes ranks different times comes before they exit.
-        run.feed.close()
+        run.prefetcher.close()
         run.saver.kept.leave(_STORE_TIMEOUT_SECONDS)
         # Exit together: a launcher ends the others as soon as one rank has exited with an error.
         gather_objects(None)

@@ -132,10 +132,10 @@ class StepPrefetcher:
     def _start(self) -> None:
         if self._thread is not None:
             return
-        assert not self._stop.is_set(), "the feed was closed"
+        assert not self._stop.is_set(), "the prefetcher was closed"
         threads = torch.get_num_threads()
         # A daemon thread: a rank that ends with an error does not wait for data.
-        self._thread = threading.Thread(target=self._run, args=(threads,), name="longctx-feed", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(threads,), name="longctx-prefetch", daemon=True)
         self._thread.start()
 
     def _run(self, threads: int) -> None:

@@ -54,7 +54,7 @@ class TrainStep:
         begin("waiting for data", step=number)
         with ExitStack() as scope:
             # 1. The step's rows, and this rank's shard of each micro-batch. The next step's are prefetched meanwhile.
-            data, waited = run.feed.next_step()
+            data, waited = run.prefetcher.next_step()
             step = RunningStep(
                 number=number,
                 progress=progress,
@@ -190,7 +190,7 @@ def _speed(run: TrainingRun, counts: Counts, totals: StepTotals, *, seconds: flo
     if peak_flops is not None:
         peak_flops *= world_size
     return {
-        "tokens": run.feed.tokens_consumed,
+        "tokens": run.prefetcher.tokens_consumed,
         "tokens_per_second": tokens_per_second(counts["tokens"], seconds),
         "step_seconds": seconds,
         "data_wait_seconds": waited,

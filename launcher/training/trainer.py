@@ -69,7 +69,7 @@ class Trainer:
         records = RecordWriter(
             run.folder, lines, is_rank_0=run.is_rank_0, trackers=_open_trackers(run, self.progress.step)
         )
-        with closing(run.feed), records as writer:
+        with closing(run.prefetcher), records as writer:
             if run.origin.kind == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
             writer.write(run.expected.record(self.progress.step))
@@ -205,7 +205,7 @@ def _training_state(run: TrainingRun, progress: Progress, validation_losses: Map
     # No other value depends on world size or ZeRO stage: these two are stored for people to read.
     return {
         **progress.state(),
-        "loader": run.feed.state_dict(),
+        "loader": run.prefetcher.state_dict(),
         "world_size": run.mesh.world_size,
         "zero_stage": run.engine.stage,
         "model_type": run.model_type,

@@ -33,7 +33,7 @@ class UnauthenticatedError(Exception):
 
 
 @dataclass(eq=False)
-class PendingConnection:
+class ClientConnection:
     """Connection from one rank, or from an unrelated client."""
 
     socket: socket.socket
@@ -84,8 +84,8 @@ class ConnectionAcceptor:
         # If a connection closes before accept, a blocking listener would block the thread.
         self.listener.setblocking(False)
         selector.register(self.listener, selectors.EVENT_READ)
-        self._guests: dict[socket.socket, PendingConnection] = {}
-        self.by_rank: dict[int, PendingConnection] = {}
+        self._clients: dict[socket.socket, ClientConnection] = {}
+        self.by_rank: dict[int, ClientConnection] = {}
 
     def admit(self) -> None:
         """Accept a pending connection."""
@@ -93,36 +93,36 @@ class ConnectionAcceptor:
             connection, _ = self.listener.accept()
             connection.settimeout(SEND_SECONDS)
             keep_alive(connection)
-            self._guests[connection] = PendingConnection(connection)
+            self._clients[connection] = ClientConnection(connection)
             self._selector.register(connection, selectors.EVENT_READ)
         self.drop_strangers()
 
-    def guest(self, connection: object) -> PendingConnection | None:
-        """Return a connection's guest; None if it was closed meanwhile."""
-        return self._guests.get(connection)  # type: ignore[call-overload]
+    def client(self, connection: object) -> ClientConnection | None:
+        """Return a connection's client; None if it was closed meanwhile."""
+        return self._clients.get(connection)  # type: ignore[call-overload]
 
-    def messages(self, guest: PendingConnection, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield a guest's messages, while its connection is open."""
-        for message in guest.messages(data, self._first_line):
-            if guest.socket in self._guests:
+    def messages(self, client: ClientConnection, data: bytes) -> Iterator[dict[str, Any]]:
+        """Yield a client's messages, while its connection is open."""
+        for message in client.messages(data, self._first_line):
+            if client.socket in self._clients:
                 yield message
 
-    def drop(self, guest: PendingConnection) -> None:
+    def drop(self, client: ClientConnection) -> None:
         """Close a connection and forget it."""
-        self._selector.unregister(guest.socket)
-        del self._guests[guest.socket]
-        guest.socket.close()
-        if guest.rank is not None:
-            del self.by_rank[guest.rank]
+        self._selector.unregister(client.socket)
+        del self._clients[client.socket]
+        client.socket.close()
+        if client.rank is not None:
+            del self.by_rank[client.rank]
 
     def drop_strangers(self) -> None:
         """Drop connections that stay unidentified for too long, and the oldest if there are too many."""
         oldest = time.monotonic() - _STRANGER_SECONDS
-        unknown = [guest for guest in self._guests.values() if guest.rank is None]
+        unknown = [client for client in self._clients.values() if client.rank is None]
         num_excess = max(0, len(unknown) - self._most_strangers)
-        for number, guest in enumerate(unknown):
-            if number < num_excess or guest.connect_time < oldest:
-                self.drop(guest)
+        for number, client in enumerate(unknown):
+            if number < num_excess or client.connect_time < oldest:
+                self.drop(client)
 
     def close_to_strangers(self) -> None:
         """Stop listening and drop unidentified connections: all ranks have joined."""
@@ -135,13 +135,13 @@ class ConnectionAcceptor:
     def close(self) -> None:
         """Close all connections."""
         self.key.remove()
-        for connection in [*self._guests, self.listener]:
+        for connection in [*self._clients, self.listener]:
             connection.close()
 
     def broadcast(self, message: bytes) -> None:
         """Send a line to every rank."""
-        for guest in list(self.by_rank.values()):
-            guest.send(message)
+        for client in list(self.by_rank.values()):
+            client.send(message)
 
     def send_to(self, rank: int, message: bytes) -> None:
         """Send a line to one rank, if it is connected."""

@@ -84,7 +84,7 @@ def _say_after_launcher(words: str) -> bool:
     # In a container all processes end with the launcher, so a process that waits for that end never prints.
     if is_started_by_init(sys.argv[0]):
         return False
-    speaker = str(Path(__file__).with_name("speaker.py"))
+    printer = str(Path(__file__).with_name("last_message_printer.py"))
     processes, stream = [], None
     if launcher is not None:
         processes.append(launcher.process.pid)
@@ -94,7 +94,7 @@ def _say_after_launcher(words: str) -> bool:
         stream = _terminal.stream
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-S", speaker, str(_LAUNCHER_SECONDS), *map(str, processes)],
+            [sys.executable, "-I", "-S", printer, str(_LAUNCHER_SECONDS), *map(str, processes)],
             input=words.encode(errors="replace"),
             stdout=subprocess.DEVNULL,
             stderr=stream,

@@ -1,5 +1,6 @@
-"""Print a rank's last message after its launchers have ended: ``python speaker.py SECONDS PROCESS …``, message on
-stdin.
+"""Print a rank's last message, read from stdin, after its launchers have ended.
+
+    python last_message_printer.py SECONDS PROCESS …
 
 When a rank ends with an error, launchers print command lines and tracebacks below the rank's own message. A separate
 process, detached from the rank that started it, waits for the launcher to end and prints then. It imports little:

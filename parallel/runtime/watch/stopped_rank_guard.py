@@ -1,4 +1,4 @@
-"""Guard that ends a stopped rank if no other process can: ``python guard.py PROCESS SECONDS PORT``.
+"""Guard that ends a stopped rank if no other process can: ``python stopped_rank_guard.py PROCESS SECONDS PORT``.
 
 When the run ends, ranks end stopped ranks on their own machine. A rank alone on its machine has no such neighbour: the
 run ends elsewhere, and its launcher would wait for it forever. So it starts this process, which checks it once a

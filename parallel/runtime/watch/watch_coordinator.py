@@ -3,9 +3,9 @@
 The first reported failure is sent to all ranks. A connection that closes without a "left" message means that the rank
 died: the system closes it when a process is killed, and drops it when a machine is gone. A stopped or hanging process
 closes no connection: so every rank sends heartbeats a few times per timeout, and the coordinator sends its own
-(``overseer.py``).
+(``rank_monitor.py``).
 
-``door.py`` accepts connections and rejects unrelated clients.
+``connection_acceptor.py`` accepts connections and rejects unrelated clients.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from parallel.runtime.watch.connection_acceptor import (
     SEND_SECONDS,
+    ClientConnection,
     ConnectionAcceptor,
-    PendingConnection,
     UnauthenticatedError,
 )
 from parallel.runtime.watch.failure import FAILED, Failure, encode_message
@@ -43,11 +43,11 @@ class Coordinator:
         _allow_many_files()
         self._hint, self._heartbeat_seconds = options.hint, options.heartbeat_seconds
         self._selector = selectors.DefaultSelector()
-        self._door = ConnectionAcceptor(host, key, world_size=options.world_size, selector=self._selector)
+        self._acceptor = ConnectionAcceptor(host, key, world_size=options.world_size, selector=self._selector)
         # Writing to one end wakes the thread, which also selects on the other end.
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._overseer = RankMonitor(options, send=self._door.send_to, fail=self._fail)
+        self._monitor = RankMonitor(options, send=self._acceptor.send_to, fail=self._fail)
         self._failure: Failure | None = None
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="watch hub", daemon=True)
@@ -56,7 +56,7 @@ class Coordinator:
     @property
     def address(self) -> tuple[str, int]:
         """Address for processes on this machine."""
-        return self._door.address
+        return self._acceptor.address
 
     def stop(self) -> None:
         """Release all ranks and stop."""
@@ -71,7 +71,7 @@ class Coordinator:
         failure.
         """
         deadline = time.monotonic() + seconds
-        while len(self._door.by_rank) > 1 and time.monotonic() < deadline:
+        while len(self._acceptor.by_rank) > 1 and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _run(self) -> None:
@@ -87,95 +87,95 @@ class Coordinator:
         pulse = time.monotonic()
         while not self._is_stopping:
             for key, _ in self._selector.select(self._heartbeat_seconds / 2):
-                guest = self._door.guest(key.fileobj)
-                if key.fileobj is self._door.listener:
-                    self._door.admit()
-                elif guest is not None:
-                    self._read(guest)
+                client = self._acceptor.client(key.fileobj)
+                if key.fileobj is self._acceptor.listener:
+                    self._acceptor.admit()
+                elif client is not None:
+                    self._read(client)
             # Last: if this process was stopped, messages that arrived meanwhile are processed first.
-            self._overseer.check()
+            self._monitor.check()
             if time.monotonic() >= pulse:
                 pulse = time.monotonic() + self._heartbeat_seconds
-                self._door.broadcast(encode_message("pulse"))
-                self._door.drop_strangers()
+                self._acceptor.broadcast(encode_message("pulse"))
+                self._acceptor.drop_strangers()
         # Otherwise a slower rank would take the closed connection for rank 0's death.
-        self._door.broadcast(encode_message("over"))
-        self._door.close()
+        self._acceptor.broadcast(encode_message("over"))
+        self._acceptor.close()
         for end in (self._wake, self._woken):
             end.close()
 
-    def _read(self, guest: PendingConnection) -> None:
+    def _read(self, client: ClientConnection) -> None:
         """Read a rank's data, or detect that it is gone."""
         data = b""
         with contextlib.suppress(OSError):
-            data = guest.socket.recv(65_536)
+            data = client.socket.recv(65_536)
         if not data:
-            self._handle_disconnect(guest)
+            self._handle_disconnect(client)
             return
         try:
-            for message in self._door.messages(guest, data):
-                self._take(guest, message)
+            for message in self._acceptor.messages(client, data):
+                self._take(client, message)
         # Any error: ranks send only valid messages, and no unrelated client may end this thread.
         except Exception as error:
             if not isinstance(error, UnauthenticatedError):
                 log.warning("dropped a connection to the watch coordinator: %s: %s", type(error).__name__, error)
-            if self._door.guest(guest.socket) is not None:
-                self._handle_disconnect(guest)
+            if self._acceptor.client(client.socket) is not None:
+                self._handle_disconnect(client)
 
-    def _take(self, guest: PendingConnection, message: dict[str, Any]) -> None:
+    def _take(self, client: ClientConnection, message: dict[str, Any]) -> None:
         kind = message["kind"]
-        if guest.rank is None:
+        if client.rank is None:
             if kind != "hello":
                 raise UnauthenticatedError
-            self._welcome(guest, RankProcess.from_values(message["process"]))
+            self._welcome(client, RankProcess.from_values(message["process"]))
         elif kind in ("beat", "report"):
-            self._overseer.process_message(guest.rank, message)
+            self._monitor.process_message(client.rank, message)
         elif kind == "failed":
             del message["kind"]
             self._fail(Failure.from_values(message))
         elif kind == "reported":
-            self._door.broadcast(encode_message("reported"))
+            self._acceptor.broadcast(encode_message("reported"))
         elif kind == "left":
-            self._drop(guest)
+            self._drop(client)
 
-    def _welcome(self, guest: PendingConnection, process: RankProcess) -> None:
+    def _welcome(self, client: ClientConnection, process: RankProcess) -> None:
         """Accept a rank into the run, or tell it why it cannot join."""
         rank = process.rank
-        guest.host = process.host
+        client.host = process.host
         # Register it before counting: the last one to join releases all ranks.
-        known = self._door.by_rank.setdefault(rank, guest)
-        problem = self._overseer.arrive(process)
+        known = self._acceptor.by_rank.setdefault(rank, client)
+        problem = self._monitor.arrive(process)
         if problem:
-            if known is guest:
-                del self._door.by_rank[rank]
+            if known is client:
+                del self._acceptor.by_rank[rank]
             rejection = Failure(rank=-1, code=FAILED, text=problem, speaker=rank)
-            guest.send(encode_message("failed", **rejection.to_values()))
+            client.send(encode_message("failed", **rejection.to_values()))
             return
-        guest.rank = rank
-        if self._overseer.roll.is_complete:
-            self._door.close_to_strangers()
+        client.rank = rank
+        if self._monitor.roll.is_complete:
+            self._acceptor.close_to_strangers()
         # Another rank may have failed before this one joined.
         if self._failure is not None:
-            guest.send(encode_message("failed", **self._failure.to_values()))
+            client.send(encode_message("failed", **self._failure.to_values()))
 
     def _fail(self, failure: Failure) -> None:
         """Send the first failure to all ranks; later ones follow from it and are ignored."""
         if self._failure is None:
             self._failure = failure
-            self._door.key.remove()
-            self._door.broadcast(encode_message("failed", **failure.to_values()))
+            self._acceptor.key.remove()
+            self._acceptor.broadcast(encode_message("failed", **failure.to_values()))
 
-    def _handle_disconnect(self, guest: PendingConnection) -> None:
+    def _handle_disconnect(self, client: ClientConnection) -> None:
         """Handle a closed connection: the rank has died, unless the run is ending."""
-        self._drop(guest)
-        if guest.rank is not None:
-            text = died(guest.rank, guest.host, self._hint)
-            self._fail(Failure(rank=guest.rank, code=FAILED, text=text, cannot_report=True))
+        self._drop(client)
+        if client.rank is not None:
+            text = died(client.rank, client.host, self._hint)
+            self._fail(Failure(rank=client.rank, code=FAILED, text=text, cannot_report=True))
 
-    def _drop(self, guest: PendingConnection) -> None:
-        self._door.drop(guest)
-        if guest.rank is not None:
-            self._overseer.remove(guest.rank)
+    def _drop(self, client: ClientConnection) -> None:
+        self._acceptor.drop(client)
+        if client.rank is not None:
+            self._monitor.remove(client.rank)
 
 
 def died(rank: int, host: str, hint: str) -> str:

@@ -28,7 +28,7 @@ def compare(shards: Path, folder: Path) -> None:
     for number, changed in enumerate(CASES):
         found = build(shards, folder / str(number), changed)
         owned = max(gather_objects(host_copy.host_copy_bytes(found.engine.owned_pieces())))
-        found.feed.close()
+        found.prefetcher.close()
         # Routers' biases, a value for each expert, are a rank's own; parts are rounded up to whole values.
         assert checkpoint_copy_bytes(found.config, World(ranks=RANKS, ranks_per_node=RANKS)) == pytest.approx(
             owned, rel=0.01

@@ -185,7 +185,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 def change_shards(change: str, run: TrainingRun) -> None:
     """What befalls the shards of a run in a step, while the next one's rows are ready on every rank."""
-    while run.feed._ready.empty():
+    while run.prefetcher._ready.empty():
         time.sleep(0.01)
     gather_objects(None)
     if run.is_rank_0:

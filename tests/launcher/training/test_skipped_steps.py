@@ -86,7 +86,7 @@ class WithoutStep(TrainStep):
     def __call__(self, progress: Progress) -> tuple[Progress, Record]:
         if progress.step + 1 != LEFT_OUT:
             return super().__call__(progress)
-        self.run.feed.next_step()
+        self.run.prefetcher.next_step()
         left = Progress(step=LEFT_OUT, expert_load_LE=progress.expert_load_LE, history=progress.history.left_out())
         timings = {"step_seconds": 0.1, "max_memory_bytes": 0, "data_wait_seconds": 0.0}
         return left, {"kind": "train", "step": LEFT_OUT, "loss": math.nan, **timings}

@@ -79,7 +79,7 @@ def feed_of(loader: NumberedLoader, num_steps: int = 4, device: str = "cpu", **o
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "longctx-feed"]
+    return [thread.name for thread in threading.enumerate() if thread.name == "longctx-prefetch"]
 
 
 def test_the_next_step_is_prepared_while_this_one_is_computed():
@@ -91,7 +91,7 @@ def test_the_next_step_is_prepared_while_this_one_is_computed():
         assert [int(shard.unpack().tokens[0, 0]) for shard in data.shards] == [2 * step, 2 * step + 1]
         # The main thread is here, as in a forward pass, and asks for nothing.
         assert loader.prepared[step + 1].wait(WAIT)
-    assert loader.threads == {"longctx-feed"}
+    assert loader.threads == {"longctx-prefetch"}
     feed.close()
     assert threads() == []
 
@@ -192,7 +192,7 @@ def test_for_a_gpu_memory_is_pinned_by_a_thread_that_works_with_that_gpu(monkeyp
         feed = feed_of(NumberedLoader(), num_steps=1, device=device)
         feed.next_step()
         feed.close()
-    assert done == ["cuda:3 ['longctx-feed']"] + ["pinned"] * 4 * NumberedLoader.micro_batches_per_step
+    assert done == ["cuda:3 ['longctx-prefetch']"] + ["pinned"] * 4 * NumberedLoader.micro_batches_per_step
 
 
 class OneBuffer(NumberedLoader):

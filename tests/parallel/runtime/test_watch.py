@@ -321,7 +321,7 @@ def test_a_bounded_number_may_wait_and_none_once_all_have_come():
         first = ranks.enter_context(connected(hub, RANK_1, hello(0)))
         # The oldest went as the newest came.
         assert is_closed(idle[0])
-        assert len(hub._door._guests) < 100
+        assert len(hub._acceptor._clients) < 100
         ranks.enter_context(connected(hub, RANK_1, hello(1)))
         heard_until(first, b'"kind": "met"')
         assert is_closed(idle[-1])
