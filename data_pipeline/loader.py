@@ -214,7 +214,7 @@ class Loader:
     """Endless iterator over one data rank's micro-batches; see ``build_loader``.
 
     ``next`` reads complete micro-batches, ``take`` only this rank's share (context parallelism). ``claim`` postpones
-    that read, so that training can prefetch in threads (``StepFeed``). All three advance the same position.
+    that read, so that training can prefetch in threads (``StepPrefetcher``). All three advance the same position.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from longctx.files import write_atomically
 
 @dataclass(frozen=True, kw_only=True)
 class RemovedShards:
-    """Result of ``leave_out``."""
+    """Result of ``remove_shards``."""
 
     shards: tuple[str, ...]
     """Removed shards, in the previous manifest's order."""

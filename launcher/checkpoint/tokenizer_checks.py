@@ -116,7 +116,7 @@ def tokenizer_files_from_data(checkpoint: Path, tokenizer: Tokenizer) -> dict[st
 def _is_same_tokenizer(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bool:
     """Return True if ``files`` load as a tokenizer with the same fingerprint.
 
-    A run that saved another one could not be resumed: ``check_same_tokenizer`` would refuse its data.
+    A run that saved another one could not be resumed: ``check_checkpoint_tokenizer`` would refuse its data.
     """
     try:
         return load_files(files, tokenizer.path).fingerprint == tokenizer.fingerprint

@@ -1,4 +1,4 @@
-"""``Talk``: an interactive chat for ``generate --chat`` without a prompt."""
+"""``InteractiveChat``: an interactive chat for ``generate --chat`` without a prompt."""
 
 from __future__ import annotations
 

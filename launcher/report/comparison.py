@@ -1,4 +1,4 @@
-"""Comparison page, one self-contained HTML file: ``write_comparison`` for runs, ``write_evaluations`` for evaluations.
+"""Comparison page, one self-contained HTML file: ``write_comparison`` for runs, ``write_evaluation_comparison`` for evaluations.
 
 Several runs: key metrics, losses over tokens, and the config keys that differ. Several evaluations: scores by length,
 and needle results as panels on one scale.
@@ -142,7 +142,7 @@ def plot_run_losses(
 ) -> Markup | None:
     """Draw smoothed training losses and validation losses over tokens; None if no run has a finite loss.
 
-    ``scales`` has each run's factor from nats per token to bits per byte (``bits_of_nats``); None draws nats per token.
+    ``scales`` has each run's factor from nats per token to bits per byte (``bits_per_byte_factors``); None draws nats per token.
     """
     fig, (axes,) = new_fig(1, height=3.9)
     plotted, factors = [], scales or [1.0] * len(runs)

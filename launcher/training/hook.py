@@ -3,7 +3,7 @@
 ``TrainStep`` calls a step's hooks in this order; ``launcher/training/hooks`` has the hooks and their list:
 
     load data, count tokens → before_forward → forward and backward of all micro-batches, sum over ranks
-    → before_update → optimizer update, or skip → after_update → record
+    → before_update → optimizer update, or skip → after_update → before_log
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StepHook:
         """Check ``totals`` and ``loss``, and ``refuse`` the update if necessary. Weights and moments are unchanged."""
 
     def after_update(self, step: RunningStep) -> None:
-        """Process the result: weights have changed, or ``failure`` is set and they have not."""
+        """Process the result: weights have changed, or ``gradient_error`` is set and they have not."""
 
     def before_log(self, step: RunningStep, record: Record) -> None:
         """Add fields to the step's metrics record in place, or read it.
@@ -85,7 +85,7 @@ class RunningStep:
     grad_norm: float | None = None
     """Global gradient norm before clipping; None until the update, and if loss or router logits are not finite."""
     gradient_error: GradientError | None = None
-    """Error from an update that was refused or has a non-finite gradient; it ends the run unless ``skipped`` is set."""
+    """Error from an update that was refused or has a non-finite gradient; it ends the run unless ``skip_reason`` is set."""
     skip_reason: str = ""
     """Reason for skipping the step; empty if it is taken."""
     history: History
@@ -96,7 +96,7 @@ class RunningStep:
     """True if any rank was asked to stop after this step."""
     extra_sums: dict[str, Callable[[torch.device], Tensor]] = field(default_factory=dict)
     """Extra terms for the step's single all-reduce, by name: functions, called after backward, that return this rank's
-    numbers [n] on the device. ``totals.summed`` has the sums under the same names."""
+    numbers [n] on the device. ``totals.summed`` has their sums under the same names."""
     before_micro_batch: list[Callable[[int], None]] = field(default_factory=list)
     """Functions called before each micro-batch's forward pass with its number, from 0."""
     routing_replay: Callable[[int], RoutingReplay | None] = lambda number: None

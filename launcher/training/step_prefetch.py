@@ -1,4 +1,4 @@
-"""``StepFeed``: rows for each step, prefetched by a thread while the previous step computes."""
+"""``StepPrefetcher``: rows for each step, prefetched by a thread while the previous step computes."""
 
 from __future__ import annotations
 

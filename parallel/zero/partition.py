@@ -1,4 +1,4 @@
-"""Model partition per ZeRO stage, and DeepSpeed's startup: the base class for ``Whole``, ``Flat`` and ``Sharded``."""
+"""Model partition per ZeRO stage, and DeepSpeed's startup: the base class for each stage's partition."""
 
 from __future__ import annotations
 
