@@ -81,7 +81,7 @@ def plan_rows(
     # Read from the resolved config: it depends on the ZeRO stage, which may be "auto".
     sync_micro_batches = run_config.sync_micro_batches
     with progress(f"planning {data.train}"):
-        preview = preview_rows(
+        estimate = preview_rows(
             order,
             row_reader,
             micro_batches,
@@ -90,15 +90,15 @@ def plan_rows(
             sync_per_micro_batch=sync_micro_batches,
         )
     if json:
-        print_json(dataclasses.asdict(preview))
+        print_json(dataclasses.asdict(estimate))
         return
     rows_per_rank = sum(micro_batches.sizes)
     print_line(
         f"{data.train}: rows of {data.seq_len:,} tokens on {format_count(micro_batches.data_degree, 'data rank')}, "
         f"{format_count(rows_per_rank, 'row')} per step on each\n"
     )
-    print_line(table(["", ""], _packing_rows(preview, run_config.train.steps, sync_micro_batches=sync_micro_batches)))
-    print_line("\n" + table(["tokens per piece", "share of tokens"], _length_rows(preview)))
+    print_line(table(["", ""], _packing_rows(estimate, run_config.train.steps, sync_micro_batches=sync_micro_batches)))
+    print_line("\n" + table(["tokens per piece", "share of tokens"], _length_rows(estimate)))
     if isinstance(order, MixedOrder):
         usage = order.estimate_usage(order.start(), run_config.train.steps * run_config.rows_per_step)
         print_line("\n" + table(["source", "tokens in the run", "passes"], _source_rows(usage)))
@@ -172,15 +172,15 @@ def _machine(config: RunConfig, ranks: int) -> TargetMachine:
     return TargetMachine(ranks=ranks, device_type=device_type, native_bfloat16=True)
 
 
-def _packing_rows(preview: RowPreview, steps: int, *, sync_micro_batches: bool) -> list[list[str]]:
+def _packing_rows(estimate: RowPreview, steps: int, *, sync_micro_batches: bool) -> list[list[str]]:
     """Build table rows about packing cost and load balance between data ranks, for a run with ``steps`` steps."""
-    packing, prefix = preview.packing, ""
+    packing, prefix = estimate.packing, ""
     if not packing.exact:
         prefix = "about "
     lines = [
         ["rows per epoch", f"{prefix}{packing.rows:,}"],
-        ["steps per epoch", f"{prefix}{preview.steps_of_epoch:,.1f}"],
-        ["passes over the data", f"{prefix}{steps / max(preview.steps_of_epoch, 1e-9):,.2f}"],
+        ["steps per epoch", f"{prefix}{estimate.steps_of_epoch:,.1f}"],
+        ["passes over the data", f"{prefix}{steps / max(estimate.steps_of_epoch, 1e-9):,.2f}"],
         ["padding", f"{prefix}{packing.padding_share:.2%}"],
     ]
     lines.extend([name, count] for name, count in truncation_counts(packing).items())
@@ -188,7 +188,7 @@ def _packing_rows(preview: RowPreview, steps: int, *, sync_micro_batches: bool) 
     if sync_micro_batches:
         # With these settings ranks wait for each other in every micro-batch, not only once per step.
         label = "busiest rank per micro-batch"
-    for name, factors in (("in their order", preview.work.in_order), ("data.balance", preview.work.balanced)):
+    for name, factors in (("in their order", estimate.work.in_order), ("data.balance", estimate.work.balanced)):
         # Empty if an epoch has fewer rows than one step.
         if factors:
             mean, most = statistics.fmean(factors), max(factors)
@@ -218,12 +218,12 @@ def _source_rows(usage: MixtureEstimate) -> list[list[str]]:
     return rows
 
 
-def _length_rows(preview: RowPreview) -> list[list[str]]:
+def _length_rows(estimate: RowPreview) -> list[list[str]]:
     """Build table rows with the share of tokens in pieces of each length; a piece is one document's tokens in a row."""
-    total = sum(preview.piece_tokens.values())
+    total = sum(estimate.piece_tokens.values())
     rows = []
     # Key 2^k covers lengths from 2^k to 2^(k+1) - 1 tokens.
-    for key, tokens in preview.piece_tokens.items():
+    for key, tokens in estimate.piece_tokens.items():
         shortest = 2 ** int(key.removeprefix("2^"))
         rows.append([f"{shortest:,} to {2 * shortest - 1:,}", f"{tokens / total:.1%}"])
     return rows

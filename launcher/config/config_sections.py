@@ -435,7 +435,7 @@ class RunConfig:
         """
         # Stages 2 and 3 reduce gradients during backward, and stage 3 gathers weights; 0 and 1 reduce once per step.
         # Experts outside a rank's own context group are called in every layer.
-        assert self.zero.stage != AUTO, "``settle`` comes first"
+        assert self.zero.stage != AUTO, "zero.stage must be resolved first"
         return self.zero.stage >= 2 or self.parallel.context % self.parallel.expert != 0
 
     @property

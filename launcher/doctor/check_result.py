@@ -46,7 +46,7 @@ class CheckResult:
 
     @classmethod
     def of(cls, check: str, value: str, hint: str = "", status: CheckStatus = "warn") -> CheckResult:
-        """Build a result with this verdict, or with "ok" if ``advice`` is empty."""
+        """Build a result with verdict ``status``, or "ok" if ``hint`` is empty."""
         if not hint:
             status = "ok"
         return cls(check=check, verdict=status, value=value, advice=hint)

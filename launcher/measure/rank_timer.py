@@ -43,8 +43,8 @@ class RankTimer:
         """Return seconds per call on this rank, without first-call setup: the median over rounds.
 
         For an action much longer than a round, return the shorter of two calls. Only for actions on a single rank: each
-        rank chooses its own repeat count, so an action in which ranks wait for one another would hang. Use ``collective_seconds``
-        for those.
+        rank chooses its own repeat count, so an action in which ranks wait for one another would hang. Use
+        ``collective_seconds`` for those.
         """
         # Start together: ranks share cores, caches and memory, and a run keeps all of them busy.
         long_barrier()

@@ -1,4 +1,4 @@
-"""Comparison page, one self-contained HTML file: ``write_comparison`` for runs, ``write_evaluation_comparison`` for evaluations.
+"""Comparison page for runs or evaluations, one self-contained HTML file.
 
 Several runs: key metrics, losses over tokens, and the config keys that differ. Several evaluations: scores by length,
 and needle results as panels on one scale.
@@ -20,7 +20,7 @@ from launcher.metrics.metrics_console import short_number
 from launcher.report.evaluation.evaluation_folder import SETTINGS_FILE, Evaluation, load_evaluation
 from launcher.report.evaluation.evaluation_plots import plot_needle_scores
 from launcher.report.evaluation.evaluation_tables import Rows, depth_rows, score_rows, tasks_with_depth, write_csv
-from launcher.report.html import Section, Table, render_page, write_page
+from launcher.report.html import Section, Table, page_path, render_page, write_page
 from launcher.report.report_header import key_metrics, state
 from launcher.report.report_plots import (
     Series,
@@ -142,7 +142,8 @@ def plot_run_losses(
 ) -> Markup | None:
     """Draw smoothed training losses and validation losses over tokens; None if no run has a finite loss.
 
-    ``scales`` has each run's factor from nats per token to bits per byte (``bits_per_byte_factors``); None draws nats per token.
+    ``scales`` has each run's factor from nats per token to bits per byte (``bits_per_byte_factors``); None draws nats
+    per token.
     """
     fig, (axes,) = new_fig(1, height=3.9)
     plotted, factors = [], scales or [1.0] * len(runs)
@@ -257,7 +258,7 @@ def write_evaluation_comparison(folders: Sequence[Path], output: Path | None = N
     tasks = common_tasks(evaluations)
     if not tasks:
         raise ConfigError(f"{', '.join(names)} have no common task with depths, so there is nothing to plot.")
-    page = Path(output or COMPARISON_FILE)
+    page = page_path(Path(output or COMPARISON_FILE), COMPARISON_FILE)
     # Start with scores by length, which include tasks without depth: these have no plot.
     sections = [_score_section(evaluations, names)]
     for task in tasks:

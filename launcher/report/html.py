@@ -80,10 +80,14 @@ def fill_template(template: str, /, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
+def page_path(path: Path, name: str) -> Path:
+    """Return a page's file: ``path``, or if that is a folder, ``name`` in it."""
+    return path / name if path.is_dir() else path
+
+
 def write_page(make: Callable[[], str], path: Path, name: str) -> Path:
     """Write a page and return its path; if ``path`` is a folder, write it there as ``name``."""
-    if path.is_dir():
-        path = path / name
+    path = page_path(path, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Replace the old page only after the new one is complete: a failed report keeps the old one.
     with replaced_file(path) as temporary:

@@ -85,7 +85,7 @@ class RunningStep:
     grad_norm: float | None = None
     """Global gradient norm before clipping; None until the update, and if loss or router logits are not finite."""
     gradient_error: GradientError | None = None
-    """Error from an update that was refused or has a non-finite gradient; it ends the run unless ``skip_reason`` is set."""
+    """Error from a refused update or a non-finite gradient; it ends the run unless ``skip_reason`` is set."""
     skip_reason: str = ""
     """Reason for skipping the step; empty if it is taken."""
     history: History

@@ -190,7 +190,7 @@ def all_heads(width: str = "hidden_size", heads: str = "num_attention_heads") ->
 
 
 def unsupported_dropout(key: str, default: float = 0.1, *, target: str = "attention weights") -> ConfigRule:
-    """Return the rule for a dropout that is never applied here; ``expected_step`` is the rate if the key is absent.
+    """Return the rule for a dropout that is never applied here; ``default`` is the rate if the key is absent.
 
     A warning is enough, because it matters only in training.
     """

@@ -113,7 +113,7 @@ def rotary(
 
 
 def global_and_local_rotary(*, theta: float, local_theta: float, kinds: Kinds) -> ConfigRule:
-    """Return the rule for a rope in full layers and a window base (Gemma 3); ``kinds`` as in ``layers.windows``."""
+    """Return the rule for a rope in full layers and a window base (Gemma 3); ``kinds`` as in ``windows``."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         _check_partial("config.json", hf)

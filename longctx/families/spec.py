@@ -52,7 +52,7 @@ class ConfigRule:
 class StorageLayout:
     """One way to store parameters in files.
 
-    The parameters, concatenated along their first axis, go through ``steps`` (``tensors.STEPS``) and are then flattened
+    The parameters, concatenated along their first axis, go through ``steps`` (``LAYOUT_STEPS``), and are then flattened
     and cut into the tensors with these names.
     """
 

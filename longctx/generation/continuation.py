@@ -78,12 +78,10 @@ class GenerationOptions:
                 "one, and decoder-only models cannot read it."
             )
         if source_ids is not None:
-            _check_source(model, source_ids)
-        if len(prompt_ids) == 0:
-            raise ConfigError("the prompt is empty: it needs at least one token. Start with the begin id.")
+            _check_side(model, source_ids, "source", "The encoder needs at least one token.")
+        _check_side(model, prompt_ids, "prompt", "Start with the begin id.")
         if self.max_new_tokens < 0:
             raise ConfigError(f"max_new_tokens={self.max_new_tokens} must not be negative.")
-        _check_ids(model, prompt_ids, "prompt")
 
     def stopping_criterion(self, prompt_ids: Sequence[int]) -> Callable[[int], bool]:
         """Return a function that takes a continuation's tokens in turn and returns True for one that ends it.
@@ -137,22 +135,17 @@ class Continuation:
         self._is_stopped = self._is_last(token)
 
 
-def _check_source(model: Decoder, source_ids: Sequence[int]) -> None:
-    """Raise ConfigError for a source that the encoder cannot read."""
-    if len(source_ids) == 0:
-        raise ConfigError("the source is empty: the encoder needs at least one token.")
+def _check_side(model: Decoder, ids: Sequence[int], side: str, hint: str) -> None:
+    """Raise ConfigError for a ``side``, "prompt" or "source", that its stack cannot read; ``hint`` if it is empty."""
+    if len(ids) == 0:
+        raise ConfigError(f"the {side} is empty. {hint}")
+    # Checked before a stack runs: the model's own check (``plans.check_learned``) advises on training documents.
     max_positions = model.config.max_positions
-    # Checked before the encoder runs: the model's own check (``plans.check_learned``) advises on training documents.
-    if model.config.position == "learned" and len(source_ids) > max_positions:
+    if model.config.position == "learned" and len(ids) > max_positions:
         raise ConfigError(
-            f"a source of {len(source_ids)} tokens exceeds the model's position table (model.max_positions="
-            f"{max_positions}). Shorten it to {max_positions}."
+            f"a {side} of {len(ids)} tokens exceeds the model's position table (model.max_positions={max_positions}). "
+            f"Shorten it to {max_positions}."
         )
-    _check_ids(model, source_ids, "source")
-
-
-def _check_ids(model: Decoder, ids: Sequence[int], side: str) -> None:
-    """Raise ConfigError for ids outside the vocabulary; ``side`` is "prompt" or "source", for the message."""
     # An embedding lookup on a GPU would fail later, with a device-side assertion that names no id.
     vocab_size = model.config.vocab_size
     invalid_ids = [token for token in ids if not 0 <= token < vocab_size]

@@ -100,7 +100,7 @@ def mapping(key: Check, entry: Check, *, least: int = 0) -> Check:
 def record(
     required: Mapping[str, Check], optional: Mapping[str, Check] | None = None, *, allow_extra: bool = False
 ) -> Check:
-    """Return a check for an object with these keys; with ``extra_tables``, other keys are ignored."""
+    """Return a check for an object with these keys; with ``allow_extra``, other keys are ignored."""
     known = dict(required) | dict(optional or {})
 
     def check(value: Any, where: str) -> None:

@@ -29,7 +29,7 @@ class PickledFile:
     """
 
     def __init__(self, path: Path, *, remap_after_bytes: int = REMAP_AFTER_BYTES) -> None:
-        """Map the file and check all entries without reading tensors; ``remap_after_bytes`` as for ``REMAP_AFTER_BYTES``."""
+        """Map the file and check all entries without reading tensors; map it again per ``remap_after_bytes`` read."""
         self.path = path
         self._remap_after_bytes = remap_after_bytes
         self._read_bytes = 0

@@ -56,3 +56,14 @@ def test_evaluations_stand_side_by_side(capsys, tmp_path):
     assert svg.count(">1,024<") == 2
     for said in ("a/plain: tiny, 2026-11-01, n = 16 samples", "b/plain: tiny, 2026-11-01, n = 24 samples"):
         assert said in svg
+
+
+def test_a_page_in_a_folder_has_its_plots_there(capsys, tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("a", "b"):
+        write_evaluation(tmp_path / name, {256: 1.0})
+    assert call(capsys, "report", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "out")[0] == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "comparison.html", "comparison_niah.svg", "comparison_niah.csv"
+    }  # fmt: skip
+    assert not list(tmp_path.glob("*.svg"))

@@ -156,3 +156,19 @@ def test_damage_is_named(tmp_path, damage):
     with pytest.raises(CheckpointError, match=r"x\.bin") as refusal:
         PickledFile(path).read("a")
     assert len(str(refusal.value).splitlines()) <= 3
+
+
+def test_no_message_advises_the_unsafe_reader(folder):
+    path = folder / "pytorch_model.bin"
+    torch.save(weights(), folder / "whole.bin")
+    with zipfile.ZipFile(folder / "whole.bin") as whole, zipfile.ZipFile(path, "w") as broken:
+        for info in whole.infolist():
+            content = whole.read(info)
+            if info.filename.endswith("data.pkl"):
+                content = content[:2] + b"\xff" + content[2:]  # an opcode that no pickle has
+            broken.writestr(info, content)
+    (folder / "whole.bin").unlink()
+    with pytest.raises(CheckpointError, match="cannot be read as tensors") as error:
+        load_hf(folder)
+    assert "weights_only" not in str(error.value)
+    assert "torch.load" not in str(error.value)

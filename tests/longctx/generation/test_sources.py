@@ -122,6 +122,8 @@ def test_what_is_refused():
     learned = Decoder(dense_config(**BOTH, position="learned", max_positions=16))
     with pytest.raises(ConfigError, match=r"prompt 1 of 2: a source of 17 tokens .* Shorten it to 16"):
         generate_batch(learned, [START, START], NEW, sources=[[3], [3] * 17])
+    with pytest.raises(ConfigError, match=r"a prompt of 17 tokens .* Shorten it to 16"):
+        generate(learned, [3] * 17, NEW, source_ids=[3])
     array = torch.tensor(SOURCES[0]).numpy()
     assert generate(model, START, NEW, source_ids=array) == generate(model, START, NEW, source_ids=SOURCES[0])
     with pytest.raises(ConfigError, match="2 prompts and 1 sources"):
