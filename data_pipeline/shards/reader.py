@@ -265,7 +265,7 @@ def manifest_tokenizer(folder: Path, manifest: Manifest, rows: int | None = None
     tokenizer = load_tokenizer(folder)
     if tokenizer.fingerprint != manifest.tokenizer:
         raise DataError(
-            f"{tokenizer.path} does not match these shards "
+            f"tokenizer {tokenizer.path} does not match these shards "
             f"(fingerprint {tokenizer.fingerprint}, expected {manifest.tokenizer}). Restore the original."
         )
     if rows is not None:

@@ -1,6 +1,6 @@
 """Stop a run on all ranks together: agreed in a step's sums, saved once, with a command to resume.
 
-Each rank adds its request to a step's sums (``Step.stop_requested``): all ranks learn about it at the same step,
+Each rank adds its request to a step's sums (``RunningStep.stop_requested``): all ranks learn about it at the same step,
 without an additional collective. Validation asks once per micro-batch.
 """
 

@@ -206,7 +206,7 @@ def test_feeds_give_one_stream_whoever_reads_it(shards: ShardSet, stream, degree
 class TestStates:
     def test_a_state_of_other_blocks_is_refused(self, shards: ShardSet):
         (five,), (six,) = loaders(shards, num_blocks=5), loaders(shards, num_blocks=6)
-        with pytest.raises(DataError, match="num_blocks=6, this run 5"):
+        with pytest.raises(DataError, match="num_blocks=6, but this run has 5"):
             five.load_state_dict(six.state_dict())
 
     @pytest.mark.parametrize(

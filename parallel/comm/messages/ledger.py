@@ -2,7 +2,7 @@
 
 The scheme adds no bytes to messages and no wait: sender and receiver each record a checksum under the message's
 identity. At the end of a step one number, reduced over all ranks, tells whether every message arrived unchanged. Only
-on a mismatch do ranks search for the message (``differences.py``).
+on a mismatch do ranks search for the message (``message_errors.py``).
 """
 
 from __future__ import annotations

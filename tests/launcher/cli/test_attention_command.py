@@ -60,7 +60,7 @@ def test_a_long_text_gets_no_page(capsys, run, tmp_path):
 BAD = [
     ({"layer": 2}, 2, "the model has layers 0 to 1"),
     ({"length": 1}, 2, "at least 2 tokens"),
-    ({"length": 10_000_000}, 1, "10,000,000 are asked for"),
+    ({"length": 10_000_000}, 1, "10,000,000 are requested"),
     ({"text": "NOWHERE"}, 2, "NOWHERE does not exist"),
 ]
 

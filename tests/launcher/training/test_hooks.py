@@ -40,7 +40,7 @@ class Noting(StepHook):
     def after_update(self, step: RunningStep) -> None:
         self.noted.append(f"{self.name} after update, {step.skip_reason or 'taken'}")
 
-    def record(self, step: RunningStep, record: Record) -> None:
+    def before_log(self, step: RunningStep, record: Record) -> None:
         self.noted.append(f"{self.name} record")
         record[self.name] = step.number
 

@@ -38,7 +38,7 @@ def test_reading_stops_when_there_is_enough(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_haystack_without_text_is_refused():
-    with pytest.raises(DataError, match="haystack nothing holds no text"):
+    with pytest.raises(DataError, match="haystack nothing contains no text"):
         Haystack(["", " \n "], source="nothing")
 
 

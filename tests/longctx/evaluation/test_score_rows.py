@@ -110,7 +110,7 @@ def test_the_interval_of_an_area_covers_what_it_should():
 
 
 def test_cells_that_have_no_area_are_refused():
-    with pytest.raises(DataError, match=r"lengths \[1024, 1024\] of 2 tasks have no area"):
+    with pytest.raises(DataError, match=r"lengths \[1024, 1024\] from 2 tasks have no area"):
         area_over_lengths(by_length([row("a", 1024, 1.0), row("b", 1024, 1.0)]))
     with pytest.raises(DataError, match="No sample was scored"):
         overall([])

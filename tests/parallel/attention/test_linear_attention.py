@@ -142,7 +142,7 @@ def test_bad_input_is_named():
     leaves, _ = inputs(8, *HEADS, batch=1)
     with pytest.raises(ConfigError, match="mesh has context 1"):
         linear_attend(*leaves, layout=SequenceLayout.build("contiguous", 8, 2), mesh=Mesh.build())
-    with pytest.raises(ConfigError, match="given 8 queries"):
+    with pytest.raises(ConfigError, match="received 8 queries"):
         linear_attend(*leaves, layout=SequenceLayout.build("contiguous", 16, 1), mesh=Mesh.build())
     with pytest.raises(ConfigError, match="contiguous"):
         StatePlan.build(SequenceLayout.build("striped", 16, 2))

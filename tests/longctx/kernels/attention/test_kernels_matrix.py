@@ -155,7 +155,7 @@ def test_cpu_flash_refuses_what_it_cannot(rule):
     [
         (ScoreRules(scale=1, softcap=0.0), "softcap=0.0 must be above 0"),
         (ScoreRules(scale=1, alibi_slopes_H=torch.ones(3)), "for 4 query heads"),
-        (ScoreRules(scale=1, relative_bias=RelativeBias(torch.ones(32, 3))), r"must be \[buckets, 4\]"),
+        (ScoreRules(scale=1, relative_bias=RelativeBias(torch.ones(32, 3))), r"expected \[buckets, 4\]"),
         (ScoreRules(scale=1, relative_bias=RelativeBias(torch.ones(1, 4))), "at least 2"),
         (ScoreRules(scale=1, relative_bias=RelativeBias(torch.ones(7, 4), bidirectional=True)), "an even number"),
         (ScoreRules(scale=1, relative_bias=RelativeBias(torch.ones(32, 4), max_distance=16)), "must exceed 16"),
