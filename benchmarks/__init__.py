@@ -1,6 +1,6 @@
-"""Measurements beside a limit or a peer, in one run. ``python -m benchmarks`` runs them all (``make bench``)."""
+"""Measurements compared with a limit or a peer in one process. ``python -m benchmarks`` (``make bench``) starts all."""
 
 import os
 
-# Threads that wait for each other by spinning would count as work in CPU seconds; OpenMP reads this when torch loads.
+# Spinning threads would count as work in CPU seconds; OpenMP reads this when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

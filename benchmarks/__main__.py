@@ -1,12 +1,12 @@
-"""Every benchmark, one after the other, and one summary of their bounds at the end.
+"""Run all benchmarks one after the other, and print one summary of their bounds.
 
     python -m benchmarks [NAME …] [--quick]
 
-Each runs in a process of its own, and what becomes of one stops no other. A missed limit on time, or on a peer's
-memory, is measured again in a second process: it counts as missed when both miss it, and the summary has both figures.
-The summary has every bound that is missed; of those that a benchmark holds in several cases it has the closest. Exit
-code 1 if any is missed. Below it stands what the run left out: benchmarks that run when they are named (``SEPARATE``),
-with what was last measured on this kind of processor, scripts that state no bounds (``SCRIPTS``), and what needs a GPU.
+Each runs in its own process, and a failure stops no other. A missed limit on time, or on a peer's memory, is measured
+again in a second process: it counts as missed if both miss it, and the summary shows both results. The summary lists
+every missed bound; of the held bounds with the same name it lists the closest. Exit code 1 if any is missed. Below the
+summary are the benchmarks left out: those with bounds that run only by name (``SEPARATE``), with their last results on
+this kind of processor, scripts without bounds (``SCRIPTS``), and benchmarks that need a GPU.
 """
 
 from __future__ import annotations
@@ -53,42 +53,42 @@ NAMES = (
 )
 SEPARATE = {
     "endurance": "one run of 50,000 steps, forty minutes; fewer do not tell growth from caches that fill",
-    "plan_memory": "eleven runs by the launcher, up to four ranks, some twenty minutes",
+    "plan_memory": "eleven training runs by the launcher, up to four ranks, some twenty minutes",
     "hybrids": "learning of a hybrid beside full attention, recall and long rows; an hour",
-    "young_experts": "the quickstart's experts on five corpora, by part; half an hour",
+    "young_experts": "the quickstart's experts on five corpora, by part of the recipe; half an hour",
     "translation": "learning beside transformers, three seeds; needs LibreOffice's help pages; an hour",
     "pretraining": "learning of encoders beside transformers; needs LibreOffice's help pages; an hour",
     "tuning": "needs TRL in an environment of its own ($LONGCTX_TRL_PYTHON); ten minutes",
-    "plan_seconds": "ten runs beside their plans, up to half an hour; needs a machine without other programs",
+    "plan_seconds": "ten training runs beside their plans, up to half an hour; needs a machine without other programs",
 }
-"""Benchmarks with bounds that run when they are named, and why they are no part of the run without names."""
+"""Benchmarks with bounds that run only by name, and the reason."""
 SCRIPTS = {
     "faults": "the fault suite as a table, some forty minutes; `make faults` has its tests and their verdict",
     "plan_bytes": "needs PyTorch's CUDA build; up to ten minutes for each of twelve traces",
-    "scale": "what grows with 4,096 ranks; a page of figures and powers, read by people",
+    "scale": "costs that grow up to 4,096 ranks; a page of results and exponents, for readers",
     "degrees": "rows side by side, on a corpus that is named; it ends with 1 where work is uneven",
     "layouts": "imbalance and rows received, on a corpus that is named",
     "profiled": "is started by deepspeed or torchrun",
 }
-"""Commands of this folder that state no bounds to this one, and why."""
+"""Commands in this folder that report no bounds, and the reason."""
 GPU = ("first_gpu", "gpu_attention", "gpu_moe")
-"""Those that need a GPU: what was measured on one stands in the table, or that it waits for one."""
+"""Benchmarks that need a GPU: the summary shows their last results on one, or that they wait for one."""
 TIMEOUT_SECONDS = 7200
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one benchmark."""
+    """Result of one benchmark."""
 
     name: str
     bounds: list[Bound]
     seconds: float
     problem: str = ""
-    """How it ended, if neither well nor with a missed bound."""
+    """Reason why it failed, other than a missed bound; empty if it ended normally."""
 
     @property
     def passed(self) -> bool:
-        """Whether it ran to its end and every bound holds."""
+        """True if it ran to its end and every bound holds."""
         return not self.problem and all(bound.held for bound in self.bounds)
 
 
@@ -103,13 +103,13 @@ class Row(NamedTuple):
 
 
 def run_benchmark(name: str, *, quick: bool = False, keep: bool = False, timeout: float = TIMEOUT_SECONDS) -> Outcome:
-    """Run ``benchmarks.NAME``, whose output goes where ours goes, and read its bounds."""
+    """Run ``benchmarks.NAME`` with our output streams, and read its bounds."""
     print(f"\n==> {name}", flush=True)
     begun = time.monotonic()
     arguments = ["--quick"] if quick else []
     bounds, problem = measure(name, [*arguments, *["--save"] * keep], timeout)
     if any(not bound.held for bound in bounds):
-        problem = ""  # the exit code says what the bounds say
+        problem = ""  # the exit code repeats the bounds' verdict
     elif not bounds and not problem:
         problem = "it stated no bound"
     bounds = measure_again(name, arguments, bounds, timeout)
@@ -117,7 +117,7 @@ def run_benchmark(name: str, *, quick: bool = False, keep: bool = False, timeout
 
 
 def measure(name: str, arguments: Sequence[str], timeout: float) -> tuple[list[Bound], str]:
-    """The bounds that a benchmark states, and how it ended: "" if well."""
+    """Return the bounds that a benchmark records, and the reason if it failed ("" otherwise)."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "bounds.json"
         problem = run_command(
@@ -129,7 +129,7 @@ def measure(name: str, arguments: Sequence[str], timeout: float) -> tuple[list[B
 
 
 def measure_again(name: str, arguments: Sequence[str], bounds: Sequence[Bound], timeout: float) -> list[Bound]:
-    """The bounds, of which missed ones that a second process may measure have its figure too."""
+    """Return the bounds; measure missed ones that allow it again in a second process."""
     asked = dict.fromkeys(bound.again for bound in bounds if not bound.held and bound.again is not None)
     second: dict[str, float] = {}
     for again in asked:
@@ -145,7 +145,7 @@ def measure_again(name: str, arguments: Sequence[str], bounds: Sequence[Bound], 
 
 
 def run_command(command: Sequence[str], timeout: float) -> str:
-    """How a command ended, "" if well. After ``timeout`` seconds it is killed, and its workers with it."""
+    """Return the reason why a command failed, "" if it succeeded; kill it and its workers after ``timeout`` seconds."""
     process = subprocess.Popen(command, start_new_session=True)
     try:
         code = process.wait(timeout)
@@ -166,8 +166,8 @@ def _bound(kept: dict[str, Any]) -> Bound:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """The table, and below it where the missed limits come from."""
-    table = [Row("benchmark", "bound", "figure", "", "seconds")]
+    """Return the table, followed by the reasons for the missed limits."""
+    table = [Row("benchmark", "bound", "result", "", "seconds")]
     for outcome in outcomes:
         table += _rows(outcome)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -180,7 +180,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def _rows(outcome: Outcome) -> Iterator[Row]:
-    """A benchmark's lines; its name and seconds stand in the first."""
+    """Yield a benchmark's rows; only the first has its name and seconds."""
     name, seconds = outcome.name, f"{outcome.seconds:.0f}"
     if outcome.problem:
         yield Row(name, "runs to its end", outcome.problem, "FAILED", seconds)
@@ -200,7 +200,7 @@ def _rows(outcome: Outcome) -> Iterator[Row]:
 
 
 def left_out() -> str:
-    """What a run without names does not measure, and what its last measurement said."""
+    """Return the benchmarks left out by default, with their last results."""
     width = max(map(len, [*SEPARATE, *SCRIPTS, *GPU]))
     lines = ["not in this run, each by `python -m benchmarks.NAME`:"]
     for name, reason in SEPARATE.items():
@@ -212,7 +212,7 @@ def left_out() -> str:
 
 
 def last_measured(name: str) -> str:
-    """The day of a benchmark's result on this kind of processor, and whether its bounds held."""
+    """Return the date of a benchmark's result on this kind of processor, and whether its bounds held."""
     path = RESULTS / processor_kind() / f"{name}.json"
     if not path.exists():
         return "never measured on this kind of processor"
@@ -223,7 +223,7 @@ def last_measured(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run them and print the summary; 1 when a bound is missed or a benchmark did not run to its end."""
+    """Run the benchmarks and print the summary; return 1 if a bound is missed or a benchmark failed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -246,6 +246,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # As Ctrl-C does: the benchmark that runs ends too.
+    # As for Ctrl-C: the running benchmark ends too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -1,16 +1,16 @@
-"""Attention across ranks beside one process: time, memory, exactness, packed rows.
+"""Attention across ranks, compared with one process: time, memory, exactness, packed rows.
 
     python -m benchmarks.attention [--only ring both-sides exactness packed] [--quick]
 
-* ring: one causal document, 2 ranks × 1 thread, forward and backward, against half of one process's
-  ``scaled_dot_product_attention`` and against the rank's blocks alone (``benchmarks/blocks.py``) in CPU seconds; and
-  how much resident memory rises.
-* both-sides: the same in float32, of tokens that see those behind them too (an encoder's), in a contiguous ring.
+* ring: one causal document, 2 ranks × 1 thread, forward and backward, compared in CPU seconds with half of one
+  process's ``scaled_dot_product_attention`` and with the rank's KV blocks alone (``benchmarks/blocks.py``); and the
+  increase in resident memory.
+* both-sides: the same in float32 without a causal mask (an encoder's attention), in a contiguous ring.
 * exactness: relative (Frobenius) errors of output and gradients against float64, at degrees 1 to 8.
-* packed: documents of lognormal lengths (mean 1K) in one row, against the sum of the documents one by one.
+* packed: documents with lognormal lengths (mean 1K) in one row, compared with the sum over single documents.
 
-CPU seconds are the smallest of rounds in which the methods take turns in the same processes. Exit code 1 when a row is
-outside its bounds; ``benchmarks/results/KIND/attention.json`` keeps the figures.
+CPU seconds are the minimum over rounds in which the methods take turns in the same processes. Exit code 1 if a row is
+outside its bounds; ``benchmarks/results/KIND/attention.json`` keeps the results.
 """
 
 from __future__ import annotations
@@ -43,27 +43,34 @@ from parallel.schedule import Schedule
 
 TOKENS = 8192
 TIME_BOUND = of_kind(plain=1.03, bf16=1.03, amx=1.05)
-"""CPU seconds of a rank over half of one process's. Merging and sending took 0.04 s of a rank's 1.15 s with AMX, where
-its blocks alone take as long as half of PyTorch's attention; on other kinds they take less."""
+"""A rank's CPU seconds over half of one process's. With AMX, merging and sending took 0.04 s of a rank's 1.15 s, and
+its KV blocks alone take as long as half of PyTorch's attention; on other kinds they take less.
+"""
 NATIVE_RING_BOUND, NATIVE_KERNEL_BOUND = of_kind(plain=1.05, bf16=1.05, amx=1.08), 1.1
-"""Where bfloat16 is multiplied natively, the same in two: a rank over its blocks alone, and these over half."""
+"""The same limit split in two on processors with bfloat16 instructions: a rank over its KV blocks alone, and these over
+half.
+"""
 NATIVE_PACKED_RING_BOUND = 1.1
-"""The first of them on packed rows, which have half of the work for the same merging and sending."""
+"""The first of these limits on packed rows, which have half the work for the same merging and sending."""
 SLOW_BFLOAT16 = 0.6
-"""The same where PyTorch's bfloat16 attention takes two to five times as long as float32, in which ours computes."""
+"""The same limit on processors for which PyTorch's bfloat16 attention takes two to five times as long as the float32 in
+which we compute.
+"""
 MEMORY_BOUND = {FP32: 242, BF16: 80}
-"""MiB that a rank's resident memory rises."""
+"""Increase in a rank's resident memory, MiB."""
 BOTH_SIDES_BOUND = 1.04
-"""CPU seconds of a rank over half of one process's, of tokens that see both sides."""
+"""A rank's CPU seconds over half of one process's, without a causal mask."""
 PACKED_BOUND = 1.15
-"""CPU seconds of the worst rank over half of one process's, for each unit of the layout's imbalance."""
+"""The worst rank's CPU seconds over half of one process's, per unit of the layout's imbalance."""
 _OVER_SHARE = "CPU seconds over half of one process's"
 _OVER_BLOCKS = "CPU seconds over the rank's blocks alone"
 _BLOCKS_OVER_SHARE = "CPU seconds of the blocks alone over half of one process's"
 FP32_ERROR, BF16_ERROR = 5e-7, 1.0e-2
-"""Of any fp32 result; of dk and dv in bf16."""
+"""Limit on any fp32 error, and on dk and dv errors in bf16."""
 GROWTH = 1.1
-"""Largest fp32 error at any degree over that at degree 1: errors that add up hop by hop would be several times it."""
+"""Largest fp32 error at any degree over that at degree 1: an error that accumulates per hop would exceed it several
+times.
+"""
 BF16_RATIO = {"out": 1.02, "dq": 1.05, "dk": 1.05, "dv": 1.05}
 """bf16 errors over those of one process's bf16 attention."""
 BF16_ROUNDING = 2**-8 / 3**0.5
@@ -83,7 +90,7 @@ QUICK, FULL = Options(2, (1, 3)), Options(8, (1, 2, 3, 4, 8))
 
 
 def ring(options: Options) -> tuple[list[dict], list[Bound]]:
-    """Two ranks of a zigzag ring on one document: rows, and their bounds."""
+    """Measure two ranks in a zigzag ring on one document; return rows and their bounds."""
     rows, bounds = [], []
     for name in (FP32, BF16):
         asked = problem(name, 0, TOKENS)
@@ -103,7 +110,7 @@ def ring(options: Options) -> tuple[list[dict], list[Bound]]:
 
 
 def both_sides(options: Options) -> tuple[list[dict], list[Bound]]:
-    """Two ranks of a contiguous ring on one document that sees both its sides: a row, and its bounds."""
+    """Measure two ranks in a contiguous ring on one document without a causal mask; return a row and its bounds."""
     asked, case = replace(problem(FP32, 0, TOKENS), causal=False), f"both sides, {FP32}"
     (row,) = measure_time(asked, [ring_method("contiguous")], 2, options.rounds)
     print(f"{case}: {_times(row)}", flush=True)
@@ -113,7 +120,7 @@ def both_sides(options: Options) -> tuple[list[dict], list[Bound]]:
 
 
 def time_bounds(case: str, row: dict, imbalance: float = 1.0, packed: float | None = None) -> Iterator[Bound]:
-    """What a row's times may be; ``packed`` is the bound that takes the place of those of one document."""
+    """Return a row's time bounds; ``packed`` replaces the bound for one document."""
     again = ("--only", "packed" if packed else "ring")
     uneven = f"; the busiest rank has {imbalance:.3f} × the mean work under this layout" if imbalance > 1 else ""
     limit = (packed or TIME_BOUND) * imbalance
@@ -124,10 +131,10 @@ def time_bounds(case: str, row: dict, imbalance: float = 1.0, packed: float | No
         why = "without bfloat16 instructions PyTorch's own bfloat16 attention, which is the measure, is slow" + uneven
         yield Bound(_OVER_SHARE, row["ratio_to_share"], round(SLOW_BFLOAT16 * limit, 3), case, why, again=again)
     else:
-        why = "merging hops, adding up dq and sending come on top of the same kernel on the same blocks, all in float32"
+        why = "merging hops, adding up dq and sending come on top of the kernel on the same KV blocks, all in float32"
         over_blocks = NATIVE_PACKED_RING_BOUND if packed else NATIVE_RING_BOUND
         yield Bound(_OVER_BLOCKS, row["ratio_to_blocks"], over_blocks, case, why, again=again)
-        # What cutting a packed row costs, it costs in either dtype; the kernel's own sums come on top.
+        # Cutting a packed row costs the same in either dtype; the kernel's own sums are added.
         limit *= NATIVE_KERNEL_BOUND / TIME_BOUND
         why = "gradients of tiles are added up in float32, those of PyTorch's own attention in bfloat16" + uneven
         yield Bound(_BLOCKS_OVER_SHARE, row["blocks_ratio_to_share"], round(limit, 3), case, why, again=again)
@@ -136,17 +143,17 @@ def time_bounds(case: str, row: dict, imbalance: float = 1.0, packed: float | No
 def _times(row: dict) -> str:
     return (
         f"{row['cpu_seconds_per_rank']} CPU s a rank, one process {row['one_process_cpu_seconds']} → "
-        f"{row['ratio_to_share']:.3f} × half; blocks alone {row['blocks_cpu_seconds_per_rank']} → "
+        f"{row['ratio_to_share']:.3f} × half; KV blocks alone {row['blocks_cpu_seconds_per_rank']} → "
         f"{row['ratio_to_blocks']:.3f} × these"
     )
 
 
 def exactness(options: Options) -> tuple[list[dict], list[Bound]]:
-    """A zigzag ring's errors at every degree, beside one process's."""
+    """Measure a zigzag ring's errors at every degree, compared with one process's."""
     rows: list[dict] = []
     for name in (FP32, BF16):
         for degree in options.degrees:
-            parts = 2 * degree  # of a zigzag layout
+            parts = 2 * degree  # for a zigzag layout
             row = measure_once(problem(name, 0, TOKENS // parts * parts), RING, degree)
             rows.append(row)
             print(f"exactness, {name}, degree {degree}: {_numbers(row['relative_error'])}", flush=True)
@@ -169,7 +176,7 @@ def _exactness_bounds(row: dict, rows: list[dict]) -> Iterator[Bound]:
 
 
 def bfloat16_error_bound(name: str, alone: float, *, merged: bool) -> tuple[float, str]:
-    """The limit on a bf16 error where one process's is ``alone``, and where it comes from."""
+    """Return the limit on a bf16 error if one process's error is ``alone``, and the reason."""
     if name == "out" and merged and has_native_bfloat16():
         why = (
             "the kernel multiplies in bfloat16 and rounds the output of every hop; hops' weights add up to 1, so that "
@@ -181,7 +188,7 @@ def bfloat16_error_bound(name: str, alone: float, *, merged: bool) -> tuple[floa
 
 
 def packed(options: Options) -> tuple[list[dict], list[Bound]]:
-    """Two ranks on a row of many documents, against the documents one by one in one process."""
+    """Measure two ranks on a row with many documents, compared with the documents one by one in one process."""
     documents = lognormal_documents(2 * TOKENS, 1024)
     methods = {kind: ring_method(kind) for kind in ("zigzag", "balanced")}
     rows, bounds = [], []
@@ -199,7 +206,7 @@ def packed(options: Options) -> tuple[list[dict], list[Bound]]:
 
 
 def lognormal_documents(tokens: int, mean: int, sigma: float = 1.0, seed: int = 0) -> tuple[int, ...]:
-    """cu_seqlens of a row filled with documents of lognormal lengths, the last one cut off at its end."""
+    """Return cu_seqlens for a row filled with documents of lognormal lengths, the last one cut off at the row's end."""
     g = torch.Generator().manual_seed(seed)
     mu = torch.tensor(float(mean)).log().item() - sigma**2 / 2
     drawn = torch.empty(4 * tokens // mean + 16).log_normal_(mu, sigma, generator=g).round().clamp(min=1).int().tolist()
@@ -220,7 +227,7 @@ TABLES: dict[str, Callable[[Options], tuple[list[dict], list[Bound]]]] = {
 
 
 def main() -> int:
-    """Print the tables, save them, and fail when a bound does not hold."""
+    """Print and save the tables; return 1 if a bound does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES), help="tables to measure")
     options = parse(parser, quick="few rounds and degrees")

@@ -1,12 +1,12 @@
-"""``run.audit_every``: flipped bits that are found, false alarms, and what an audited step costs.
+"""``run.audit_every``: detected bit flips, false alarms, and the cost of an audited step.
 
     python -m benchmarks.audit [--quick]
 
-A real run on four ranks, tiny, with every step audited. First steps without a fault, for false alarms. Then one bit of
-one product of a random rank is flipped in a step: in products that the audit looks at, for every position of a bit,
-then in any products, for the share that is found overall. A finding is kept here in place of ending the run. Then
+A small real training run on four ranks with every step audited. First come steps without a fault, to count false
+alarms. Then one bit in one matmul result of a random rank is flipped per step: in audited matmuls for every bit
+position, then in any matmul for the fraction detected overall. Findings are recorded here and do not end the run. Then
 audited steps take turns with plain ones on two ranks, for CPU seconds and memory. ``--save`` writes
-``benchmarks/results/KIND/audit.json``; exit code 1 when a figure is outside its bound.
+``benchmarks/results/KIND/audit.json``; exit code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ COSTS = {
     "train.dtype": "float32",
     "train.steps": 100_000,
 }
-"""17 million parameters, 1,024 tokens a rank and step: small, so that an audit weighs more than it would in use."""
+"""17 million parameters, 1,024 tokens per rank and step: small, so that an audit weighs more than it would in use."""
 DTYPES = {"float32": 32, "bfloat16": 16}
-"""Bits of a value; products of bfloat16 may be formed in float32."""
+"""Bits per value; bfloat16 matmuls may be computed in float32."""
 PER_BIT = 3
 MOST_COST = 0.01
 
 
 def build(data: Path, output: Path, settings: dict[str, Any]) -> tuple[Any, Any]:
-    """A run and its steps, whose audits keep what they find."""
+    """Build a training run with steps whose audits record their findings."""
     from launcher.training.hooks import step_hooks
     from launcher.training.hooks.audit import StepAudit
     from launcher.training.setup import build_run
@@ -106,7 +106,7 @@ def build(data: Path, output: Path, settings: dict[str, Any]) -> tuple[Any, Any]
 
 
 def find_flips(data: Path, output: Path, settings: dict[str, Any], plan: dict[str, int]) -> dict[str, Any]:
-    """False alarms in clean steps, then what is found of flipped bits."""
+    """Return false alarms in clean steps, then findings for flipped bits."""
     run, take = build(data, output, settings)
     auditor, rank, progress, drawn = take.audit._audit, run.mesh.rank, run.progress, Random(0)
     alarms, kinds = 0, Counter()
@@ -126,11 +126,11 @@ def find_flips(data: Path, output: Path, settings: dict[str, Any], plan: dict[st
         if where == "looked_at":
             call = drawn.choice(looked_at(auditor._generator(step, victim), calls))
         take.flip.call, take.flip.bit = 0, bit
-        # Draws are the same on every rank; one of them goes wrong.
+        # Draws are the same on every rank; one rank gets the fault.
         if rank == victim and (is_product or where == "any"):
             take.flip.call = call
         progress, _ = take(progress)
-        # A flip in a step whose attention or update is looked at is not found, and counts.
+        # A flip in a step whose attention or update is audited is not found, and counts as missed.
         if is_product or where == "any":
             wanted.pop()
             found = take.audit.findings
@@ -141,17 +141,17 @@ def find_flips(data: Path, output: Path, settings: dict[str, Any], plan: dict[st
 
 
 def measure_cost(data: Path, output: Path, rounds: int) -> dict[str, Any]:
-    """CPU seconds of a plain step and of an audited one of each kind, and the memory that an audit takes."""
+    """Measure CPU seconds for a plain step and each kind of audited step, and an audit's memory."""
     from parallel.audit.operation_audit import SHARES
 
     run, take = build(data, output, {**COSTS, "run.audit_every": 2})
     progress = run.progress
     seconds: dict[str, list[float]] = {kind: [] for kind in ("plain", *SHARES)}
     peaks: dict[str, list[float]] = {kind: [] for kind in seconds}
-    # The first audit compares the ranks, which later ones do not.
+    # Only the first audit compares the ranks.
     for _ in range(4):
         progress, _ = take(progress)
-    # Memory in steps of its own: looking for the peak takes CPU time.
+    # Measure memory in separate steps: peak tracking takes CPU time.
     for found, least in ((seconds, rounds), (peaks, 1)):
         while min(map(len, found.values())) < least:
             dist.barrier()
@@ -170,7 +170,7 @@ def measure_cost(data: Path, output: Path, rounds: int) -> dict[str, Any]:
 
 
 def costs(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of all ranks together: the smallest time of each kind of step, since noise only adds."""
+    """Combine all ranks' results: the minimum time per kind of step, since noise only adds."""
     from launcher.config.config_sections import RunSection
     from parallel.audit.operation_audit import SHARES
 
@@ -190,7 +190,7 @@ def costs(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summarize(dtype: str, found: dict[str, Any]) -> dict[str, Any]:
-    """The shares of one dtype."""
+    """Return the detected fractions for one dtype."""
     flips = found["flips"]
     by_bit = {}
     for bit in range(DTYPES[dtype]):
@@ -212,7 +212,7 @@ def summarize(dtype: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the figures, save them, and fail when one is outside its bound."""
+    """Print and save the results; return 1 if one is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, "20 clean steps, one flip a position and two rounds")
     clean, some, rounds = (500, 100, 4) if not options.quick else (20, 10, 2)

@@ -1,4 +1,4 @@
-"""The tables of ``benchmarks.audit``: flips that are found, and what an audited step costs."""
+"""Tables for ``benchmarks.audit``: detected flips, and the cost of an audited step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIGN = {"float32": range(31, 32), "bfloat16": range(15, 16)}
 
 
 def of_flips(result: dict[str, Any]) -> Table:
-    """Found of flipped, by dtype and part of a value."""
+    """Return detected over flipped bits, by dtype and bit range."""
     head = ["dtype", "clean steps", "false alarms", "bits flipped in", "found of looked at", "found anywhere"]
     head.append("right rank named")
     rows = []
@@ -30,7 +30,7 @@ def of_flips(result: dict[str, Any]) -> Table:
 
 
 def of_cost(result: dict[str, Any]) -> Table:
-    """An audited step beside a plain one, by what is looked at."""
+    """Return audited steps compared with a plain one, by audited operation."""
     cost = result["cost"]
     head = ["step", "CPU seconds", "over a plain one"]
     rows = [

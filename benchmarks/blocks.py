@@ -1,7 +1,7 @@
-"""The floor of a ring: the same kernel on the same blocks of one rank, with nothing sent and nothing merged.
+"""Lower bound on a ring's time: the same kernel on one rank's KV blocks, without sending or merging.
 
-What a ring takes beyond it is its own. What it takes beyond a share of one process's attention is the kernel's: partial
-results are float32, which weighs the more, the faster a processor multiplies bfloat16.
+A ring's time beyond it is the ring's overhead. Its own excess over a proportional part of one process's attention is
+the kernel's: partial results are float32, which weighs the more, the faster a processor multiplies bfloat16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class _Block(NamedTuple):
 
 
 def blocks_alone(schedule: Schedule, rank: int, whole: list[Tensor]) -> Callable[[], None]:
-    """Forward and backward of a rank's blocks, keys as they arrive. ``whole``: q, k, v and the output's gradient."""
+    """Compute forward and backward over a rank's KV blocks in arrival order. ``whole`` is q, k, v and the output's
+    gradient.
+    """
     q, dout = (schedule.layout.split(whole[n], rank, 1) for n in (0, 3))
     head_dim, num_kv_heads = whole[1].shape[3], whole[1].shape[2]
     kernel = choose_kernel("auto", KernelRequest("cpu", q.dtype, head_dim, q.shape[2], num_kv_heads))
@@ -37,7 +39,7 @@ def blocks_alone(schedule: Schedule, rank: int, whole: list[Tensor]) -> Callable
 
     out = torch.zeros(q.shape)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float64)
-    for block in blocks:  # backward needs the result over all blocks
+    for block in blocks:  # backward needs the result over all KV blocks
         merge_(out[:, block.queries], lse[:, block.queries], *forward(block))
     out = out.to(q.dtype)
 
@@ -56,5 +58,5 @@ def _blocks(schedule: Schedule, rank: int, k: Tensor, v: Tensor) -> Iterator[_Bl
     for hop in schedule.hops(rank):
         index = hop.rows.index(k.device)
         keys, values = (schedule.layout.split(x, hop.owner, 1).index_select(1, index) for x in (k, v))
-        for work in hop.work:  # one entry, or none where no query sees a key
+        for work in hop.work:  # one entry, or an empty list if no query sees a key
             yield _Block(slice(*hop.queries), work.slices, keys, values)

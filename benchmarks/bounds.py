@@ -1,4 +1,4 @@
-"""What figures may be: a benchmark states each bound, prints it, keeps it, and fails when one does not hold."""
+"""Bounds on results: a benchmark defines, prints and records each bound, and fails if one does not hold."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from benchmarks.machine import machine, offer_save, processor_kind, save
 
 @dataclass(frozen=True)
 class Bound:
-    """A figure, and the most (or least) that it may be."""
+    """A result, and its upper (or lower) limit."""
 
     what: str
-    """The figure's name; the same for all cases that have it."""
+    """The result's name; the same for all cases that have it."""
     figure: float
     limit: float
     case: str = ""
-    """The row of the table that it belongs to."""
+    """The table row to which it belongs."""
     why: str = ""
-    """Where the limit comes from, in a sentence; whose weakness it profits from, if any's."""
+    """Reason for the limit, in a sentence; names any peer whose weakness makes it easier."""
     at_least: bool = False
     again: tuple[str, ...] | None = None
-    """Arguments with which the benchmark measures the figure a second time; None where one process is enough.
+    """Arguments with which the benchmark measures the result a second time; None if one process is enough.
 
     A ratio of times differs by several percent between processes, however many rounds each of them takes.
     """
     second: float | None = None
-    """The figure of a second process, for a bound that the first process missed."""
+    """Result from a second process, for a bound that the first process missed."""
 
     @property
     def held(self) -> bool:
-        """Whether the figure, or its second measurement, is within the limit; one that is no number never is."""
+        """True if the result, or its second measurement, is within the limit; never for NaN."""
         figures = [self.figure]
         if self.second is not None:
             figures.append(self.second)
@@ -46,19 +46,19 @@ class Bound:
 
     @property
     def margin(self) -> float:
-        """The figure over its limit, turned so that less is better: above 1 it is outside."""
+        """The result over its limit, or the inverse for a lower limit: above 1 it is outside."""
         over, under = (self.limit, self.figure) if self.at_least else (self.figure, self.limit)
         return over / under if under else float("inf")
 
     @property
     def figures(self) -> str:
-        """What was measured, for people."""
+        """Measured values, for the console."""
         second = "" if self.second is None else f", then {self.second:.4g}"
         return f"{self.figure:.4g}{second}"
 
     @property
     def text(self) -> str:
-        """The bound without its figure."""
+        """The bound without its result."""
         name = f"{self.case}: {self.what}" if self.case else self.what
         sign = "≥" if self.at_least else "≤"
         return f"{name} {sign} {self.limit:.4g}"
@@ -68,17 +68,19 @@ class Bound:
 
 
 def of_kind(*, plain: float, bf16: float, amx: float | None = None) -> float:
-    """The limit on this kind of processor; AMX has that of bfloat16 instructions unless it is given its own."""
+    """Return the limit for this kind of processor; ``amx`` defaults to ``bf16``."""
     return {"plain": plain, "bf16": bf16, "amx": bf16 if amx is None else amx}[processor_kind()]
 
 
 def parse(parser: argparse.ArgumentParser, quick: str) -> argparse.Namespace:
-    """The command line with what all benchmarks share; ``quick`` says what that option leaves out."""
+    """Parse the command line with the options that all benchmarks have; ``quick`` describes what that option leaves
+    out.
+    """
     parser.add_argument("--quick", action="store_true", help=f"{quick}; nothing is saved")
     offer_save(parser)
     parser.add_argument("--record", type=Path, help="write the bounds to this JSON file, for python -m benchmarks")
     options = parser.parse_args()
-    # As Ctrl-C does: what a benchmark started ends with it, and temporary folders go.
+    # As for Ctrl-C: processes that the benchmark started end with it, and temporary folders are removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(machine(), flush=True)
     return options
@@ -87,9 +89,9 @@ def parse(parser: argparse.ArgumentParser, quick: str) -> argparse.Namespace:
 def conclude(
     name: str, content: dict[str, Any], bounds: Sequence[Bound], options: argparse.Namespace, *, whole: bool = True
 ) -> int:
-    """Print the bounds that do not hold, save figures and bounds if asked to, and return the benchmark's exit code.
+    """Print the missed bounds, save results and bounds if requested, and return the benchmark's exit code.
 
-    Figures are saved with ``--save`` when the ``whole`` benchmark was run, and not with ``--quick``.
+    Results are saved with ``--save`` if the ``whole`` benchmark was run, and not with ``--quick``.
     """
     kept = [asdict(bound) | {"held": bound.held} for bound in bounds]
     if options.save and whole and not options.quick:

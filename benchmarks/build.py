@@ -1,16 +1,15 @@
-"""A corpus from text to shards beside SentencePiece alone: rate, and memory of all processes together.
+"""Building a corpus from text to shards, compared with SentencePiece alone: rate, and memory over all processes.
 
     python -m benchmarks.build [--quick]
 
-The text is this Python's own source, over and over in two JSON Lines files, each too large to share a worker with the
-other; a part of it is joined into documents of 8 MB. ``longctx data build`` makes shards of them on all cores, with a
-tokenizer of 8,000 ids. SentencePiece alone encodes the same documents on as many threads, from memory and to nowhere.
-Both run once more where a bound is missed. CPU seconds are those of all processes, from the command on; memory is the
-most that they had together, pages of files that they share counted once (proportional set size, looked at ten times a
-second).
+The text is this Python's own source, repeated in two JSON Lines files, each too large for one worker to get both; some
+texts are joined into documents of 8 MB. ``longctx data build`` makes shards from them on all cores, with a tokenizer of
+8,000 ids. SentencePiece alone encodes the same documents on as many threads, from memory and without output. Both are
+measured again if a bound is missed. CPU seconds are those of all processes, including startup; memory is their peak
+sum, with shared file pages counted once (proportional set size, sampled ten times a second).
 
-With ``--quick`` the text is a fifth, one part for the builder, which then takes threads and no worker processes. Saved
-in ``benchmarks/results/KIND/build.json``; exit code 1 when a figure is outside its bound.
+With ``--quick`` the text is a fifth: a single source part for the builder, which then uses threads and no worker
+processes. Saved in ``benchmarks/results/KIND/build.json``; exit code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.shards.manifest import Manifest
 
 FILES, FILE_BYTES = 2, 150_000_000
-"""Files of text: two of them are more than a part of a corpus may have."""
+"""Text files: two of them exceed the maximum size of a source part."""
 QUICK_BYTES = 30_000_000
 LONG_BYTES = 8 << 20
-"""Of a document that is joined from others."""
+"""Bytes of a document joined from others."""
 LONG_SHARE = 4
-"""Every so many documents of a pass one is joined into a long one, too."""
+"""In each pass, every this many documents one is also joined into a long one."""
 VOCABULARY, SAMPLE_BYTES = 8000, 4 << 20
 GROUP_BYTES = 1 << 24
-"""Text that SentencePiece alone is given at once."""
+"""Text given to SentencePiece per call."""
 LEAST_RATE, MOST_MB = 0.9, 1500
 _LOOK_SECONDS = 0.1
 PRELOAD = ("data_pipeline.prepare.build_shards",)
 
 
 def write_corpus(folder: Path, file_bytes: int, files: int = FILES, source: str = "stdlib") -> list[Path]:
-    """JSON Lines files of about so many bytes each."""
+    """Write JSON Lines files of about this many bytes each."""
     folder.mkdir()
     paths = []
     for number in range(files):
@@ -66,7 +65,7 @@ def write_corpus(folder: Path, file_bytes: int, files: int = FILES, source: str 
 
 
 def _texts(source: str) -> Iterator[str]:
-    """Yield the documents of a source again and again, and long ones made from some of them."""
+    """Yield a source's documents again and again, and long ones joined from some of them."""
     while True:
         parts: list[str] = []
         size = 0
@@ -85,7 +84,7 @@ def _texts(source: str) -> Iterator[str]:
 
 
 def encode_alone(model: Path, files: Sequence[Path], threads: int) -> dict[str, float]:
-    """Encode all documents, group by group: what that took, reading left out."""
+    """Encode all documents, group by group; return the time and sizes without reading."""
     processor = spm.SentencePieceProcessor(model_file=str(model))
     seconds, cpu_seconds, text_bytes, tokens = 0.0, 0.0, 0, 0
     for group in _groups(files):
@@ -117,7 +116,7 @@ def _groups(files: Sequence[Path]) -> Iterator[list[str]]:
 
 
 def build(corpus: Path, tokenizer: Path, output: Path, threads: int) -> dict[str, float]:
-    """``longctx data build``: what it took, and the most memory of all its processes."""
+    """Run ``longctx data build``; return its time and sizes, and the peak memory over all its processes."""
     command = [sys.executable, "-m", "launcher", "data", "build", "--source", str(corpus), "--tokenizer"]
     command += [str(tokenizer), "--output", str(output), "--workers", str(threads), "--validation-fraction", "0"]
     began, cpu_began = time.perf_counter(), _cpu_of_children()
@@ -139,13 +138,13 @@ def build(corpus: Path, tokenizer: Path, output: Path, threads: int) -> dict[str
 
 
 def _cpu_of_children() -> float:
-    """CPU seconds of all processes that ended and were waited for, theirs included."""
+    """Return the CPU seconds of all child processes that have ended, with their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 class _Watch:
-    """The most memory that a process and all that it starts have together, watched by a thread."""
+    """Thread that tracks the peak memory of a process and all its descendants together."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -169,7 +168,7 @@ class _Watch:
 
 
 def _family(pid: int) -> Iterator[int]:
-    """Yield a process and all that it has started."""
+    """Yield a process and all its descendants."""
     yield pid
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -181,7 +180,7 @@ def _family(pid: int) -> Iterator[int]:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """Resident memory of a process, what it shares with others divided by how many they are."""
+    """Return a process's resident memory, with shared pages divided by the number of their users."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:  # it has ended meanwhile
@@ -193,7 +192,7 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def measure(folder: Path, file_bytes: int) -> dict[str, Any]:
-    """Figures of both, and their ratios."""
+    """Measure both, and their ratios."""
     threads = usable_cores()
     files = write_corpus(folder / "text", file_bytes)
     model = folder / "tokenizer.model"
@@ -213,7 +212,7 @@ def measure(folder: Path, file_bytes: int) -> dict[str, Any]:
 
 
 def bounds_of(result: dict[str, Any]) -> list[Bound]:
-    """What the figures may be."""
+    """Return the bounds on the results."""
     return [
         Bound("text a second of CPU over SentencePiece's", result["cpu_ratio"], LEAST_RATE, at_least=True, again=()),
         Bound("text a second over SentencePiece's", result["rate_ratio"], LEAST_RATE, at_least=True, again=()),
@@ -222,7 +221,7 @@ def bounds_of(result: dict[str, Any]) -> list[Bound]:
 
 
 def main() -> int:
-    """Print the figures, save them, and fail when one is outside its bound."""
+    """Print and save the results; return 1 if one is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, "a fifth of the text")
     file_bytes = FILE_BYTES

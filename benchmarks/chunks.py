@@ -1,17 +1,17 @@
-"""Layers by chunks beside whole layers: CPU seconds, resident memory, and rows of a million tokens in one process.
+"""Layers by chunks compared with whole layers: CPU seconds, resident memory, and rows of a million tokens.
 
     python -m benchmarks.chunks [--quick] [--long [windows] [full]]
 
-A model of 4 layers and width 512 in float32, one process with one thread: forward, backward and AdamW's step. The table
-has a row of 16,384 tokens, three windowed layers and a linear one, in the ways to keep and store: whole layers that
-are recomputed, then chunks with everything on the device, in other memory, and on a disk. They take turns, and of each
-the least CPU seconds count. Memory is the resident peak over what was resident with the model, its gradients and
-AdamW's moments loaded. ``--long`` measures instead 1,048,576 tokens of that model, or 131,072 of one whose layers all
-see everything, or both, stored on a disk: an hour each. Results of both kinds are kept side by side.
+A model with 4 layers and width 512 in float32, one process with one thread: forward, backward and AdamW's step. The
+table has a row of 16,384 tokens, three windowed layers and a linear one, for each way to keep and store activations:
+whole layers with recomputation, then token chunks with everything on the device, in host memory, and on disk. They take
+turns, and the minimum CPU seconds count. Memory is the resident peak above the model, its gradients and AdamW's
+moments. ``--long`` measures instead 1,048,576 tokens with that model, or 131,072 with full attention in all layers, or
+both, stored on disk: an hour each. Results of both kinds are kept together.
 
-Layers by chunks may take 5 % more CPU seconds than whole ones. The bound on memory is 35 KiB a token of width 4,096 in
-bfloat16 (x, q, k, v, o and their gradients where attention takes a group of heads at a time), for this width and
-float32, times 1.5, and 200 MB. ``--save`` writes ``benchmarks/results/KIND/chunks.json``; exit code 1 when a figure is
+Layers by chunks may take 5 % more CPU seconds than whole ones. The bound on memory is 35 KiB per token for width 4,096
+in bfloat16 (x, q, k, v, o and their gradients, with one head group's attention at a time), scaled to this width and
+float32, times 1.5, plus 200 MB. ``--save`` writes ``benchmarks/results/KIND/chunks.json``; exit code 1 if a result is
 outside its bound.
 """
 
@@ -37,9 +37,9 @@ ROUNDS = 3
 CPU_BOUND = 1.05
 WIDTH, CHUNK_TOKENS, HEAD_GROUPS = 512, 2048, 4
 LONGEST = {"windows": 1 << 20, "full": 1 << 17}
-"""Tokens of the long row of each model."""
+"""Tokens in each model's long row."""
 KIB_A_TOKEN = 35 * WIDTH / 4096 * 2
-"""The same values as 35 KiB of width 4,096 in bfloat16."""
+"""The same values as 35 KiB at width 4,096 in bfloat16."""
 LAYERS = {"windows": ("window", "window", "window", "linear"), "full": ("full",)}
 WAYS = {
     "whole": {"keep": "attention"},
@@ -61,7 +61,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A row, the model's layers and the way they are computed."""
+    """A row, the model's layers and how they are computed."""
 
     way: str
     num_tokens: int
@@ -69,11 +69,11 @@ class Case:
 
     @property
     def bound_mib(self) -> float:
-        """Most MiB above the model."""
+        """Maximum MiB above the model."""
         return 1.5 * KIB_A_TOKEN * self.num_tokens / 1024 + 200e6 / 2**20
 
     def config(self) -> ModelConfig:
-        """The model."""
+        """Return the model's config."""
         layers, window = LAYERS[self.layers], 0
         if "window" in layers:
             window = 512
@@ -92,7 +92,7 @@ class Case:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """One step: its loss, CPU and wall seconds, and MiB by which memory peaked."""
+    """Run one step; return its loss, CPU and wall seconds, and peak memory in MiB."""
     from longctx.batch import Batch, PackedDocuments
     from longctx.model.decoder import Decoder
     from longctx.model.training_pass import Execution
@@ -124,7 +124,7 @@ def measure(case: Case) -> dict[str, Any]:
                 p.grad.zero_()
             return float(loss["nll"]) / num_tokens
 
-        # The first use of anything is not counted; gradients and moments are there from now on.
+        # The first use of anything is not counted; gradients and moments exist from now on.
         step(256)
         wall, cpu = time.perf_counter(), time.process_time()
         loss, rise = with_resident_rise(lambda: step(case.num_tokens))
@@ -133,7 +133,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def row_of(case: Case) -> dict[str, Any]:
-    """The figures of a case."""
+    """Return a case's results as a row."""
     (found,) = run_ranks(measure, 1, case, timeout=4 * 3600, preload=("longctx.objectives.causal_lm",))
     figures = {name: round(value, 6) for name, value in found.items()}
     each = 1024 * found["rise_mib"] / case.num_tokens
@@ -144,7 +144,7 @@ def row_of(case: Case) -> dict[str, Any]:
 
 
 def best_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The least seconds, the most memory."""
+    """Return the minimum seconds and the maximum memory."""
     best = dict(rows[0])
     for row in rows[1:]:
         assert row["loss"] == best["loss"], "one case gave two losses"
@@ -156,7 +156,7 @@ def best_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def bounds(table: list[dict[str, Any]], longest: list[dict[str, Any]]) -> Iterator[Bound]:
-    """What the rows may be; of what was not measured yet there is no bound."""
+    """Return the rows' bounds; cases without a measurement have no bound."""
     if table:
         of_way = {row["way"]: row for row in table}
         ratio = of_way["chunks"]["cpu_seconds"] / of_way["whole"]["cpu_seconds"]
@@ -169,12 +169,12 @@ def bounds(table: list[dict[str, Any]], longest: list[dict[str, Any]]) -> Iterat
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """A row, for people."""
+    """Print one row for the console."""
     print(*(f"{key}={value}" for key, value in row.items()), flush=True)
 
 
 def measured_ways(length: int, rounds: int) -> list[dict[str, Any]]:
-    """A row of so many tokens in each way; the ways take turns."""
+    """Measure a row of this many tokens in each way; the ways take turns."""
     measured: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way, rows in measured.items():
@@ -184,7 +184,7 @@ def measured_ways(length: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def measured_longest(which: Sequence[str]) -> list[dict[str, Any]]:
-    """The long rows of these models."""
+    """Measure these models' long rows."""
     rows = []
     for layers in which:
         rows.append(row_of(Case("chunks, disk", LONGEST[layers], layers)) | {"date": machine()["date"]})
@@ -193,7 +193,7 @@ def measured_longest(which: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def saved() -> dict[str, Any]:
-    """What was measured on this kind of processor before."""
+    """Return the saved results for this kind of processor."""
     path = RESULTS / processor_kind() / "chunks.json"
     if not path.exists():
         return {"table": [], "longest": []}
@@ -201,13 +201,13 @@ def saved() -> dict[str, Any]:
 
 
 def with_newest(earlier: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One long row of each model that was measured, the newest."""
+    """Return each measured model's newest long row."""
     rows = {row["layers"]: row for row in earlier + newest}
     return [rows[layers] for layers in LONGEST if layers in rows]
 
 
 def main() -> int:
-    """Print the rows, save them, and fail when a figure is outside its bound."""
+    """Print and save the rows; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--long", nargs="*", choices=LONGEST, help="long rows alone, an hour each: of these models")
     options = parse(parser, quick="a row of 8,192 tokens, once")

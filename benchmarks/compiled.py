@@ -1,12 +1,12 @@
-"""``train.compile`` on a CPU: a step's forward and backward compiled, eager, and their floor; loss and optimiser alone.
+"""``train.compile`` on a CPU: a step compiled, eager, and its floor; loss and optimizer alone.
 
     python -m benchmarks.compiled [--quick] [--only bfloat16 …]
 
-One process, one thread, rows of 2048 tokens, width 512, 2 layers, a vocabulary of 8,000. CPU seconds are the smallest
-of rounds in which all take turns in one process; the floor (``benchmarks/floor.py``) is the step's products
-and its attention alone. Then rows of other lengths and documents are trained on: they must compile nothing. ``parts``
-are what a run leaves eager on a CPU, and what it would take compiled: the loss between its products, and AdamW. Saved
-in ``benchmarks/results/KIND/compiled.json``; exit code 1 when a figure is outside its bound.
+One process, one thread, rows of 2048 tokens, width 512, 2 layers, a vocabulary of 8,000. CPU seconds are the minimum
+over rounds in which all take turns in one process; the floor (``benchmarks/floor.py``) is the step's matmuls and
+attention alone. Then the step is trained on rows with other lengths and documents, which must compile nothing.
+``parts`` are the operations that a training run leaves eager on a CPU, and their time compiled: the loss between its
+matmuls, and AdamW. Saved in ``benchmarks/results/KIND/compiled.json``; exit code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ MODEL = ModelConfig(
 DTYPES = ("bfloat16", "float32")
 SLOWER, DIFFERENCE = 1.25, {"float32": 1e-6, "bfloat16": 1e-3}
 OTHERS = ([700, 513], [1, 1023, 5], [1999])
-"""Documents of further rows."""
+"""Document lengths in the further rows."""
 
 
 def row(lengths: list[int]) -> Batch:
-    """A row of these documents."""
+    """Return a row with these documents."""
     packed = PackedDocuments.of(torch.tensor([0, *lengths]).cumsum(0))
     tokens = torch.randint(VOCABULARY, (1, packed.num_tokens), generator=torch.Generator().manual_seed(len(lengths)))
     targets = tokens.roll(-1)
@@ -60,7 +60,7 @@ def row(lengths: list[int]) -> Batch:
 
 
 def least_seconds(actions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """CPU seconds of each, the smallest of rounds in which they take turns."""
+    """Measure each action's CPU seconds, the minimum over rounds in which they take turns."""
     seconds = dict.fromkeys(actions, float("inf"))
     for _ in range(rounds):
         for name, action in actions.items():
@@ -71,12 +71,12 @@ def least_seconds(actions: dict[str, Callable[[], Any]], rounds: int) -> dict[st
 
 
 def build(dtype: str, compiler: str | None) -> CausalLM:
-    """The model."""
+    """Build the model."""
     return CausalLM(Decoder(MODEL, execution=Execution(compiler=compiler))).to(getattr(torch, dtype))
 
 
 def train(lm: CausalLM, batch: Batch) -> Tensor:
-    """Forward and backward; returns the loss."""
+    """Run forward and backward; return the loss."""
     loss = lm(batch)[0] / batch.tokens.numel()
     lm.zero_grad()
     loss.backward()
@@ -84,7 +84,7 @@ def train(lm: CausalLM, batch: Batch) -> Tensor:
 
 
 def measure_step(dtype: str, rounds: int) -> dict[str, Any]:
-    """One row of the table."""
+    """Measure one table row."""
     torch.set_num_threads(THREADS)
     batch, models = row([TOKENS]), {"eager": build(dtype, None), "compiled": build(dtype, "inductor")}
     started = time.perf_counter()
@@ -111,13 +111,13 @@ def measure_step(dtype: str, rounds: int) -> dict[str, Any]:
 
 
 def measure_parts(rounds: int) -> dict[str, dict[str, float]]:
-    """CPU seconds of what stays eager on a CPU, and of the same compiled."""
+    """Measure CPU seconds for the operations that stay eager on a CPU, and for the same compiled."""
     torch.set_num_threads(THREADS)
     run = Regions("inductor")
     targets = torch.randint(VOCABULARY, (TOKENS,))
     found = {}
     for dtype in DTYPES:
-        # in place: what is left by one is the next one's input, and takes as long
+        # in place: each starts from the previous one's result, and takes as long
         logits = torch.randn(TOKENS, VOCABULARY).to(getattr(torch, dtype))
         actions = {
             "eager": lambda logits=logits: losses_(logits, targets, PLAIN, with_gradient=True),
@@ -129,12 +129,12 @@ def measure_parts(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def optimizers() -> dict[str, Callable[[], Any]]:
-    """A step of AdamW on 4 million float32 values: PyTorch's loop, its fused kernel, and the loop compiled."""
+    """Return AdamW steps on 4 million float32 values: PyTorch's loop, its fused kernel, and the loop compiled."""
     actions = {}
     for name, fused in (("eager", False), ("fused", True), ("compiled", False)):
         weight = torch.nn.Parameter(torch.randn(1 << 22))
         weight.grad = torch.randn_like(weight)
-        # a tensor: a new learning rate would compile again if it were a number
+        # a tensor: as a Python number, a new learning rate would compile again
         lr = torch.tensor(1e-3) if name == "compiled" else 1e-3
         step = torch.optim.AdamW([weight], lr=lr, fused=fused, foreach=False).step
         if name == "compiled":
@@ -146,7 +146,7 @@ def optimizers() -> dict[str, Callable[[], Any]]:
 
 
 def bounds(row: dict[str, Any]) -> Iterator[Bound]:
-    """What a row may be."""
+    """Return a row's bounds."""
     dtype = row["dtype"]
     again = ("--only", dtype)
     yield Bound("compiled over eager CPU seconds", row["compiled_over_eager"], SLOWER, dtype, again=again)
@@ -155,7 +155,7 @@ def bounds(row: dict[str, Any]) -> Iterator[Bound]:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """A row, for people."""
+    """Print one row for the console."""
     seconds, over = row["cpu_seconds"], row["over_floor"]
     print(
         f"{row['dtype']:10} floor {seconds['floor']:.2f}  eager {seconds['eager']:.2f} ({over['eager']:.2f} ×)  "
@@ -167,7 +167,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Print the table, save it, and fail when a figure is outside its bound."""
+    """Print and save the table; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=DTYPES, default=list(DTYPES), help="dtypes to run")
     options = parse(parser, quick="one round")

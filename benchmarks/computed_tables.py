@@ -1,4 +1,4 @@
-"""Tables that are computed and not measured: what ``longctx plan`` answers for recipes, presets and chunks."""
+"""Computed tables, without measurements: ``longctx plan`` for recipes, presets and layers by chunks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECIPE_RANKS = {
     "sft-llama-3.1-8b-256k": 8,
     "transformer-base": 1,
 }
-"""GPUs per recipe that it is written for."""
+"""Number of GPUs for which each recipe is written."""
 KIB = 2**10
 TOKENS = 131_072
 """Tokens per rank in the tables of bytes per token."""
@@ -51,7 +51,7 @@ CHUNKED: dict[str, tuple[int, dict[str, Any]]] = {
         {"zero.stage": 3, "train.chunk_tokens": 8192, "train.head_groups": 4, **_TUNING},
     ),
 }
-"""Ranks and settings of a preset's or recipe's rows by chunks."""
+"""Ranks and settings for a preset's or recipe's rows by chunks."""
 
 
 def recipe_table() -> str:
@@ -68,7 +68,9 @@ def recipe_table() -> str:
 
 
 def kept_table() -> str:
-    """Return what presets keep until backward, in KiB per token, on one rank, by ``train.keep`` and ``train.store``."""
+    """Return the memory that presets keep until backward, in KiB per token, on one rank, by ``train.keep`` and
+    ``train.store``.
+    """
     columns = ("model", "`keep`", '`store = "device"`: kept', "passing", '`"host"`: kept on the device', "on the host")
     lines = [f"| {' | '.join(columns)} | passing |", "|---|---|--:|--:|--:|--:|--:|"]
     for preset, keep in KEPT:
@@ -86,7 +88,7 @@ def kept_table() -> str:
 def chunks_table() -> str:
     """Return memory by chunks: KiB per token on the device, kept and passing, and GiB per rank."""
     lines = [
-        "| model | ranks | ZeRO | chunks | head groups | KiB per token, kept + passing | peak, GiB | host, GiB |",
+        "| model | ranks | ZeRO | token chunk | head groups | KiB per token, kept + passing | peak, GiB | host, GiB |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, (ranks, settings) in CHUNKED.items():

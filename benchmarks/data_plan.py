@@ -1,13 +1,13 @@
-"""The start of a corpus and the planning of its rows, by number of documents: time, memory, padding.
+"""Opening a corpus and planning its rows, by document count: time, memory, padding.
 
     python -m benchmarks.data_plan [--quick]
 
-Corpora of 1, 10 and 100 million documents are made as shard folders whose tokens are holes in sparse files: they take 8
-bytes a document on disk, and every length is there. A process of its own opens one and gives its first batch: its time,
-and the most memory that it had beyond its imports, pages of files included; one that begins in the middle of an epoch
-does the same. The time to the plan alone is also measured with the files dropped from the page cache. Then come blocks:
-documents planned a second of CPU, and padding by row length. ``--save`` writes
-``benchmarks/results/KIND/data_plan.json``; exit code 1 when a figure is outside its bound.
+Corpora of 1, 10 and 100 million documents are shard folders whose tokens are holes in sparse files: they take 8 bytes
+per document on disk, and all lengths are real. A separate process opens one and reads its first batch: results are its
+time, and its peak memory beyond imports, including file pages; another process starts in the middle of an epoch. The
+time to the plan alone is also measured with the files dropped from the page cache. Then come epoch blocks: documents
+planned per CPU second, and padding by row length. ``--save`` writes ``benchmarks/results/KIND/data_plan.json``; exit
+code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from data_pipeline.shards.manifest import Manifest, ShardEntry, length_histogram
 MILLION = 1_000_000
 CORPORA = (MILLION, 10 * MILLION, 100 * MILLION)
 SHARD_DOCUMENTS = 1 << 16
-"""Documents of a shard: 75M tokens, about as many as ``data build`` closes one at."""
+"""Documents per shard: 75M tokens, about the size at which ``data build`` closes one."""
 SEQ_LEN = 131_072
 PADDING = {8192: 0.005, 131_072: 0.005, 1_048_576: 0.005, 10_485_760: 0.01}
-"""By tokens of a row: the most padding. Of the longest a block has a hundred, and the last of them is half full."""
+"""Maximum padding by row length. An epoch block has a hundred of the longest rows, and the last of them is half full.
+"""
 ROUNDS = 3
 PRELOAD = ("data_pipeline.loader",)
 MOST_SECONDS, MOST_MB, LEAST_RATE = 1.0, 200, MILLION // 2
 
 
 class Sparse(io.FileIO):
-    """A file that leaves holes where zeros are written, so that a corpus without content takes no disk."""
+    """A file with holes for written zeros, so that a corpus without content takes no disk space."""
 
     def write(self, data: Any) -> int:
-        """Write some bytes, or step over them."""
+        """Write some bytes, or skip them."""
         view = memoryview(data).cast("B")
-        # What is larger than a shard's offsets are its tokens, all of them zeros.
+        # Anything larger than a shard's offsets is its tokens, all of them zeros.
         if len(view) > 9 * SHARD_DOCUMENTS or not np.frombuffer(view, np.uint8).any():
             self.seek(len(view), os.SEEK_CUR)
         else:
@@ -56,7 +57,9 @@ class Sparse(io.FileIO):
 
 
 def make_corpus(folder: Path, documents: int) -> Path:
-    """A shard folder of so many documents, lengths log-normal: 1,150 tokens on average, up to some hundred thousand."""
+    """Write a shard folder with this many documents, lengths log-normal: 1,150 tokens on average, up to some hundred
+    thousand.
+    """
     folder.mkdir()
     random = np.random.default_rng(0)
     entries: list[ShardEntry] = []
@@ -87,7 +90,7 @@ def make_corpus(folder: Path, documents: int) -> Path:
 
 
 def _write_shard(path: Path, lengths: np.ndarray) -> ShardEntry:
-    """One file, as ``ShardWriter`` lays it out."""
+    """Write one file in ``ShardWriter``'s layout."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     tokens = int(offsets[-1])
@@ -111,7 +114,7 @@ def _write_shard(path: Path, lengths: np.ndarray) -> ShardEntry:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Have the system forget what it has of these files in memory."""
+    """Drop these files from the page cache."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -121,16 +124,16 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def _memory(name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
+    """Return a line from /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 def start(folder: Path, share: float) -> dict[str, float]:
-    """Open a corpus and read one batch, ``share`` of an epoch after its beginning; what that took."""
+    """Open a corpus and read one batch, starting at the fraction ``share`` of an epoch; return time and memory."""
     from data_pipeline.loader import build_loader
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, anonymous = _memory("VmRSS"), _memory("RssAnon")
     began, cpu_began = time.perf_counter(), time.process_time()
     loader = build_loader(folder, seq_len=SEQ_LEN, rows_per_step=1, verify=False)
@@ -152,7 +155,7 @@ def start(folder: Path, share: float) -> dict[str, float]:
 
 
 def plan_blocks(folder: Path, seq_len: int, documents: int) -> dict[str, float]:
-    """Plan an epoch's first blocks, of so many documents or more: CPU seconds, and what they hold."""
+    """Plan the first epoch blocks of an epoch, with at least this many documents; return CPU seconds and statistics."""
     from data_pipeline.rows.epoch_blocks import BlockPlanner, PackReport
     from data_pipeline.shards.reader import ShardSet
 
@@ -176,20 +179,20 @@ def plan_blocks(folder: Path, seq_len: int, documents: int) -> dict[str, float]:
 
 
 def fastest(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The row with the least time, with the highest memory of all."""
+    """Return the row with the minimum time, with the highest memory of all."""
     return min(rows, key=lambda row: row["seconds"]) | {
         name: max(row[name] for row in rows) for name in ("peak_mb", "anonymous_mb")
     }
 
 
 def measure(corpora: Sequence[int]) -> dict[str, Any]:
-    """Figures of each corpus, and of each row length over the second largest one."""
+    """Measure each corpus, and each row length over the second largest corpus."""
     starts, blocks = [], []
     with tempfile.TemporaryDirectory(prefix="longctx-plan-") as name:
         for documents in corpora:
             folder = make_corpus(Path(name) / str(documents), documents)
             row: dict[str, Any] = {"documents": documents, "shards": len(list(folder.glob("*.arrow")))}
-            # Once unmeasured: the files were just written, and may be on their way to the disk.
+            # Once without measuring: the files were just written, and may still be on their way to the disk.
             for case, share in (("", 0.0), ("first", 0.0), ("resumed", 0.5)):
                 row[case] = fastest([run_ranks(start, 1, folder, share, preload=PRELOAD)[0] for _ in range(ROUNDS)])
             del row[""]
@@ -208,7 +211,7 @@ def measure(corpora: Sequence[int]) -> dict[str, Any]:
 
 
 def bounds_of(content: dict[str, Any]) -> list[Bound]:
-    """What the figures may be."""
+    """Return the bounds on the results."""
     bounds = []
     for row in content["starts"]:
         case = f"{row['documents'] // MILLION} million documents"
@@ -225,7 +228,7 @@ def bounds_of(content: dict[str, Any]) -> list[Bound]:
 
 
 def main() -> int:
-    """Print the figures, save them, and fail when one is outside its bound."""
+    """Print and save the results; return 1 if one is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, "no more than 10 million documents")
     corpora = CORPORA

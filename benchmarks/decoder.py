@@ -1,14 +1,13 @@
-"""A training step's forward and backward beside its floor and transformers': CPU seconds and activation memory.
+"""A training step's forward and backward, compared with its floor and transformers: CPU seconds and activation memory.
 
     python -m benchmarks.decoder [--quick] [--only llama mixtral …]
 
 One process, two threads, bfloat16, one row of 2048 tokens, width 512, 8 layers, a vocabulary of 32,000, no
-recomputation and no optimiser. transformers runs ``sdpa`` and ``grouped_mm``. The same weights are in both, and their
-losses are compared token by token, by their error against transformers in float32. The floor (``benchmarks/floor.py``)
-is the step's products and its attention alone. CPU seconds are the smallest of rounds in which all take turns in one
-process, whose threads sleep while they wait; memory, from fresh processes, is the peak over what was resident with
-weights and gradients in place. ``--save`` writes ``benchmarks/results/KIND/decoder.json``; exit code 1 when a figure is
-outside its bound.
+recomputation and no optimizer. transformers runs ``sdpa`` and ``grouped_mm``. Both have the same weights, and their
+losses are compared per token, by their error against transformers in float32. The floor (``benchmarks/floor.py``) is
+the step's matmuls and attention alone. CPU seconds are the minimum over rounds in which all take turns in one process,
+whose threads sleep while they wait; memory, from fresh processes, is the peak above weights and gradients. ``--save``
+writes ``benchmarks/results/KIND/decoder.json``; exit code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ THREADS, TOKENS = 2, 2048
 
 @dataclass(frozen=True)
 class Shape:
-    """A model as transformers names it."""
+    """A model in transformers' names."""
 
     model_type: str
     options: dict[str, Any]
@@ -87,20 +86,20 @@ TIME_BOUND = {
 """Our CPU seconds over transformers', by kind of processor."""
 TIME_WHY = "without bfloat16 instructions PyTorch's bfloat16 products and attention, which transformers runs, are slow"
 FLOOR_BOUND = {
-    # What is beside products and attention takes as long as on plain processors, where they themselves take longer.
+    # Operations other than matmuls and attention take as long as on plain processors, on which those two take longer.
     "llama": {"plain": 1.25, "bf16": 1.2},
     "mixtral": {"plain": 1.5, "bf16": 1.5},
     "qwen3-fine": {"plain": 1.5, "bf16": 1.5},
     "deepseek-v3": {"plain": 1.5, "bf16": 1.5},
 }
-"""Our CPU seconds over those of the step's products and attention alone, by kind of processor."""
+"""Our CPU seconds over those of the step's matmuls and attention alone, by kind of processor."""
 REST_BOUND = 0.9
 """With AMX: our CPU seconds beyond the floor, over transformers' beyond it."""
 REST_WHY = "with AMX products are so fast, and faster with each generation, that a ratio to them alone says little"
 
 
 def theirs(shape: Shape) -> tuple[Any, Callable[[], Tensor]]:
-    """transformers' model, bfloat16, and its step."""
+    """Build transformers' model in bfloat16, and its step."""
     import transformers
 
     config = transformers.AutoConfig.for_model(shape.model_type, **{**_COMMON, **shape.options})
@@ -120,7 +119,7 @@ def theirs(shape: Shape) -> tuple[Any, Callable[[], Tensor]]:
 
 
 def ours(shape: Shape, source: Any = None) -> tuple[Any, Callable[[], Tensor]]:
-    """Our model with the same weights, by way of a folder that transformers saved."""
+    """Build our model with the same weights, from a folder that transformers saved."""
     from longctx.conversion import load_hf
     from longctx.model.decoder import Decoder
     from longctx.objectives.causal_lm import CausalLM
@@ -149,12 +148,14 @@ def ours(shape: Shape, source: Any = None) -> tuple[Any, Callable[[], Tensor]]:
 
 
 def row() -> Tensor:
-    """The tokens, [1, T]."""
+    """Return the tokens, [1, T]."""
     return torch.randint(32_000, (1, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
 def measure_time(name: str, rounds: int) -> dict[str, Any]:
-    """CPU seconds of both and of the floor's two parts, in one process by turns; and both losses."""
+    """Measure CPU seconds for both and for the floor's two parts, in one process by turns; return them with both
+    losses.
+    """
     torch.set_num_threads(THREADS)
     model, their_step = theirs(SHAPES[name])
     lm, our_step = ours(SHAPES[name], model)
@@ -178,10 +179,10 @@ def measure_time(name: str, rounds: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def nll_errors(model: Any, decoder: Any) -> dict[str, float]:
-    """How far both libraries' losses of a token are from transformers' in float32, in the median; ``model`` is cast.
+    """Return both libraries' median error per token loss against transformers in float32; casts ``model``.
 
-    Of all tokens rather than of their mean, in which errors cancel by chance; the median, for an expert that is chosen
-    otherwise by rounding moves single tokens far.
+    Per token and not of the mean, in which errors cancel by chance; the median, because rounding may change an expert
+    choice, which moves a single token's loss far.
     """
     tokens = row()
     targets, positions = tokens.roll(-1), torch.arange(TOKENS).view(1, -1)
@@ -199,25 +200,25 @@ def nll_errors(model: Any, decoder: Any) -> dict[str, float]:
 
 
 def measure_memory(name: str, who: str) -> float:
-    """MiB over weights and gradients, of a process that runs one of the two."""
+    """Measure MiB over weights and gradients in a process that runs one of the two."""
     torch.set_num_threads(THREADS)
     model, step = theirs(SHAPES[name]) if who == "transformers" else ours(SHAPES[name])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    step()  # the first use of code takes memory too: oneDNN keeps up to a megabyte for every size of a product
+    step()  # the first use of code takes memory too: oneDNN keeps up to a megabyte per matmul size
     return with_resident_rise(step)[1]
 
 
 def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a fresh process."""
-    # read when the process loads OpenMP: CPU seconds are those of work, not of threads that wait for the next piece
+    """Return a fresh process's result."""
+    # Read when the process loads OpenMP: CPU seconds then count work, and not threads that wait for the next task.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    """One row of the table."""
+    """Measure one table row."""
     timed = in_process(measure_time, name, rounds)
     their_mib, our_mib = (in_process(measure_memory, name, who) for who in ("transformers", "longctx"))
     seconds = timed["cpu_seconds"]
@@ -235,7 +236,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 
 def bounds(row: dict[str, Any]) -> Iterator[Bound]:
-    """What a row may be."""
+    """Return a row's bounds."""
     name = row["shape"]
     again = ("--only", name)
     if processor_kind() == "amx":
@@ -253,7 +254,7 @@ def bounds(row: dict[str, Any]) -> Iterator[Bound]:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """A row, for people."""
+    """Print one row for the console."""
     seconds, over, mib, losses = row["cpu_seconds"], row["over_floor"], row["activation_mib"], row["losses"]
     print(
         f"{row['shape']:12}{seconds['products']:9.2f}{seconds['attention']:10.2f}{seconds['floor']:7.2f}"
@@ -265,7 +266,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Print the table, save it, and fail when a figure is outside its bound."""
+    """Print and save the table; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="shapes to run")
     options = parse(parser, quick="one round")

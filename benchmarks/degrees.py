@@ -1,20 +1,20 @@
-"""Rows side by side with ``parallel.tokens_per_rank``, and with fixed degrees, on rows of a real corpus.
+"""Rows placed in parallel with ``parallel.tokens_per_rank``, and with fixed degrees, on rows of a real corpus.
 
     python -m benchmarks.degrees [--data runs/data] [--seq-lens 2048 8192 32768] [--contexts 2 3 4 5 7 8 16]
                                  [--tokens-per-rank 8192] [--micro-batches 20]
 
-Causal attention inside each document; layouts and schedules are a run's own, and nothing is sent. Where the
-ranks cannot hold a row, each takes as many tokens as it needs. Of each number of ranks:
+Causal attention inside each document; layouts and schedules are those of training runs, and nothing is sent. If the
+ranks cannot hold a row, each takes as many tokens as it needs. For each number of ranks:
 
-* ``attention`` of the busiest rank over the mean, and its tokens that are not padding over theirs. With padding every
-  rank holds equally many; the last rows of an epoch are padding for the most part.
-* ``ranks a document``, beside the fewest that hold its tokens, and the fewest that hold its tokens and at most 1.05 of
-  the mean attention.
-* rows of keys and values that all ranks receive, for each token.
+* ``attention`` of the busiest rank over the mean, and the same ratio for tokens without padding. With padding every
+  rank holds equally many; the last rows of an epoch are mostly padding.
+* ``ranks a document``, compared with the fewest that hold its tokens, and the fewest that hold its tokens and at most
+  1.05 of the mean attention.
+* key/value rows that all ranks receive, per token.
 
-Two fixed degrees of the same rows stand beside it: all ranks, a row at a time (``wide``), and the fewest ranks
-that hold a row and divide them, as data ranks (``narrow``), whose ranks wait for the busiest of all.
-Exit code 1 where a rank has more than 1.05 of the mean attention in any micro-batch.
+Two fixed degrees are measured on the same rows: all ranks, one row at a time (``wide``), and the fewest ranks that hold
+a row and divide the total, as data ranks (``narrow``), which wait for the busiest of all. Exit code 1 if a rank has
+more than 1.05 of the mean attention in any micro-batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from parallel.schedule.attention_schedule import Schedule
 from parallel.schedule.degrees import degrees_of
 
 LIMIT = 1.05
-"""Of the mean: what a rank may have of attention."""
+"""Maximum attention per rank over the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +43,24 @@ class Placed:
     """One micro-batch on its ranks."""
 
     work: list[int]
-    """Query-key pairs of each rank."""
+    """Query-key pairs per rank."""
     tokens: list[int]
-    """Tokens of each rank that are not padding."""
+    """Tokens per rank without padding."""
     received: int
-    """Rows of keys and values that all ranks receive."""
+    """Key/value rows that all ranks receive."""
     ranks: int
-    """Summed over documents."""
+    """Ranks, summed over documents."""
     fewest: int
     fewest_even: int
-    """With attention within ``LIMIT``."""
+    """Fewest ranks with attention within ``LIMIT``."""
     documents: int
     padding: int
-    """Tokens behind the last row."""
+    """Tokens after the last row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One number of ranks: means over micro-batches, and the worst of them."""
+    """Results for one number of ranks: means over micro-batches, and the worst of them."""
 
     seq_len: int
     context: int
@@ -69,7 +69,7 @@ class Figures:
     rows: int
     micro_batches: int
     padding: float
-    """Share of the tokens."""
+    """Fraction of all tokens."""
     tokens_mean: float
     attention_mean: float
     attention_worst: float
@@ -84,7 +84,7 @@ class Figures:
 
 
 def place(batch: Batch, ranks: int, tokens_per_rank: int) -> Placed:
-    """A micro-batch's rows side by side on so many ranks."""
+    """Place a micro-batch's rows in parallel on this many ranks."""
     given = batch.documents.num_tokens
     padded = batch.padded(tokens_on_ranks(given, ranks, ulysses=1, tokens_per_rank=tokens_per_rank))
     layout = SequenceLayout.build("balanced", padded.documents.num_tokens, ranks, padded.documents)
@@ -107,12 +107,12 @@ def place(batch: Batch, ranks: int, tokens_per_rank: int) -> Placed:
 
 
 def busiest(values: Sequence[int]) -> float:
-    """The largest over the mean."""
+    """Return the maximum over the mean."""
     return max(values) * len(values) / sum(values)
 
 
 def batches(data: str, seq_len: int, rows: int, count: int, groups: int = 1) -> Iterator[list[Batch]]:
-    """For each step its micro-batches of so many rows, one for each group; at most an epoch, at least one step."""
+    """Yield each step's micro-batches with this many rows, one per group; at most an epoch, at least one step."""
     loaders = [
         build_loader(
             data,
@@ -131,13 +131,15 @@ def batches(data: str, seq_len: int, rows: int, count: int, groups: int = 1) -> 
 
 
 def wide(data: str, seq_len: int, context: int, count: int) -> float:
-    """Rows received a token with a fixed degree of all ranks, a row at a time."""
+    """Return the rows received per token with a fixed degree of all ranks, one row at a time."""
     placed = [place(batch, context, seq_len) for (batch,) in batches(data, seq_len, 1, count)]
     return sum(p.received for p in placed) / (len(placed) * seq_len)
 
 
 def narrow(data: str, seq_len: int, context: int, tokens_per_rank: int, count: int) -> tuple[int, float, float]:
-    """(degree, mean imbalance over all ranks, rows received a token) of the fewest ranks for a row, side by side."""
+    """Return (degree, mean imbalance over all ranks, rows received per token) for the fewest ranks per row, in
+    parallel.
+    """
     needed = -(-seq_len // tokens_per_rank)
     degree = min(n for n in range(needed, context + 1) if context % n == 0)
     rows = rows_at_once(seq_len, degree, tokens_per_rank)
@@ -151,8 +153,8 @@ def narrow(data: str, seq_len: int, context: int, tokens_per_rank: int, count: i
 
 
 def measure(data: str, seq_len: int, context: int, tokens_per_rank: int, count: int) -> Figures:
-    """So many ranks over their micro-batches, and the same rows with fixed degrees."""
-    # In whole tiles of a kernel.
+    """Measure this many ranks over their micro-batches, and the same rows with fixed degrees."""
+    # Round to a kernel's full tiles.
     most = max(tokens_per_rank, -(-seq_len // context // 128) * 128)
     if most * context < seq_len:
         most += 128
@@ -183,7 +185,7 @@ def measure(data: str, seq_len: int, context: int, tokens_per_rank: int, count: 
 
 
 def line(f: Figures) -> str:
-    """One number of ranks for the console."""
+    """Format one number of ranks for the console."""
     return (
         f"{f.seq_len:6d} {f.context:5d} {f.tokens_per_rank:7d} {f.rows:5d} {f.micro_batches:4d}"
         f" {100 * f.padding:7.2f} %"
@@ -194,7 +196,7 @@ def line(f: Figures) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; 1 if attention is uneven."""
+    """Print the table; return 1 if attention is uneven."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="runs/data", help="a shard folder")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[2048, 8192, 32_768])

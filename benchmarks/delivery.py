@@ -1,16 +1,16 @@
-"""Rows out of a corpus: our loader beside bare copies of a memory map and beside other projects' loaders.
+"""Reading rows from a corpus: our loader compared with bare copies from a memory map and other projects' loaders.
 
     python -m benchmarks.delivery [--quick]
 
-Two corpora: one of 100 million random tokens, lengths log-normal, and the default one (this Python's own source). Each
-contender has a process with one thread and its own format of the corpus in a temporary folder; they take turns, and of
-each the least CPU seconds of the rounds count, all threads together. A turn opens the corpus anew and takes an epoch of
-rows, or a quarter of a second of them; pages are in memory. Memory is what a process has beyond its imports, pages of
-files left out. Then come figures of our loader alone: one context rank's slice of a row, waits beside a computing
-thread, random documents, padding and balance.
+Two corpora: one of 100 million random tokens with log-normal lengths, and the default one (this Python's own source).
+Each contender has a process with one thread and its own format of the corpus in a temporary folder; they take turns,
+and each contender's minimum CPU seconds over rounds count, over all threads. A turn opens the corpus and takes an epoch
+of rows, or a quarter of a second of them; pages are in memory. Memory is a process's memory beyond its imports, without
+file pages. Then follow measurements of our loader alone: one context rank's slice of a row, waits during computation,
+random documents, padding and balance.
 
-Other projects are no dependencies: they are found in ``.venv-peers`` beside this repository, or else beside its own
-packages, and who is not installed is shown as such. To install them, with no package of CUDA:
+Other projects are no dependencies: they are found in ``.venv-peers`` in this repository, or in its own environment, and
+missing ones are reported. To install them, without CUDA packages:
 
     python -m venv .venv-peers
     .venv-peers/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
@@ -18,7 +18,7 @@ packages, and who is not installed is shown as such. To install them, with no pa
     .venv-peers/bin/pip install boto3 obstore tifffile lightning-utilities requests
     .venv-peers/bin/pip install --no-deps litdata==0.2.76 mosaicml-streaming==0.13.0
 
-``--save`` writes ``benchmarks/results/KIND/delivery.json``; exit code 1 when a figure is outside its bound.
+``--save`` writes ``benchmarks/results/KIND/delivery.json``; exit code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -49,16 +49,18 @@ SAME_WORK = tuple(
 )
 """Peers that keep documents apart as we do."""
 SAME_WORK_RATE = 2.0
-"""Ours over theirs, the least of all lengths of rows; at 65,536 tokens it is seven times theirs."""
+"""Our rate over theirs, the minimum over row lengths; at 65,536 tokens it is seven times theirs."""
 SLICE_TIME, SLICE_SHARE = 0.4, 1 / 14
-"""Of a whole row's: a sixteenth of its tokens, and its plan and boundaries whole."""
+"""Upper limits over a full row: a slice has a sixteenth of its tokens, but its complete plan and boundaries."""
 DOCUMENT_VIEWS, WAIT_MS = 16.0, 2.0
-"""A document is found in its shard's offsets, and its boundaries are looked at, before there is a view."""
+"""Microseconds over a plain array's view: each view requires a lookup in the shard's offsets and a check of the
+document's boundaries. Then the wait's limit.
+"""
 PADDING, STRAGGLER = 0.005, 1.05
 
 
 def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
-    """All figures of both corpora."""
+    """Measure both corpora."""
     tokens, seq_lens, rounds = TOKENS, SEQ_LENS, ROUNDS
     if quick:
         tokens, seq_lens, rounds = TOKENS // 5, SEQ_LENS[::2], 1
@@ -80,7 +82,7 @@ def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
 
 
 def bounds_of(result: dict[str, Any]) -> list[Bound]:
-    """What the figures may be."""
+    """Return the bounds on the results."""
     bounds: list[Bound] = []
     for name, rows in result["rates"].items():
         bounds += _bounds_of_rates(name, rows)
@@ -90,7 +92,7 @@ def bounds_of(result: dict[str, Any]) -> list[Bound]:
 
 
 def _bounds_of_rates(corpus: str, rows: list[dict[str, Any]]) -> Iterator[Bound]:
-    """Our rate beside a copy's and beside the peers' that do the same work."""
+    """Return the bounds on our rate compared with a copy's and with peers that do the same work."""
     rates = {(row["contender"], row["seq_len"]): row.get("mtokens_a_cpu_second") for row in rows}
     for row in rows:
         if row["contender"] != OURS:
@@ -98,7 +100,7 @@ def _bounds_of_rates(corpus: str, rows: list[dict[str, Any]]) -> Iterator[Bound]
         seq_len = row["seq_len"]
         case = f"{corpus}, rows of {seq_len:,}"
         for peer in SAME_WORK:
-            # Who is not installed sets no bound; the table says so.
+            # A missing peer sets no bound; the table reports it.
             theirs = rates.get((peer, seq_len))
             if theirs:
                 ratio = row["mtokens_a_cpu_second"] / theirs
@@ -107,7 +109,7 @@ def _bounds_of_rates(corpus: str, rows: list[dict[str, Any]]) -> Iterator[Bound]
 
 
 def _bounds_of_details(corpus: str, found: dict[str, Any]) -> Iterator[Bound]:
-    """Figures of our loader alone."""
+    """Return the bounds on the measurements of our loader alone."""
     slices = found["slices"]
     case = f"{corpus}, a rank of {slices['degree']}, rows of {slices['seq_len']:,}"
     yield Bound(
@@ -128,13 +130,13 @@ def _bounds_of_details(corpus: str, found: dict[str, Any]) -> Iterator[Bound]:
         yield Bound("padding beyond the last row's", beyond, PADDING, case, why)
         cut = row["documents_cut"] - row["documents_longer"]
         yield Bound("documents cut that fit a row", cut, 0, case)
-        # Of few long rows no deal is even: the longest one alone may be more than the mean.
+        # Few long rows cannot be balanced: the longest one alone may exceed the mean.
         straggler = row["straggler"] / row["straggler_least"]
         yield Bound("work of the busiest data rank over the least that these rows allow", straggler, STRAGGLER, case)
 
 
 def main() -> int:
-    """Print the figures, save them, and fail when one is outside its bound."""
+    """Print and save the results; return 1 if one is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, "a fifth of the synthetic corpus, two lengths of rows, one round")
     os.environ["OMP_NUM_THREADS"] = "1"

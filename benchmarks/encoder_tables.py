@@ -1,4 +1,4 @@
-"""The tables of encoders and of two sequences beside transformers: steps, texts written, and what is learned."""
+"""Tables for encoders and for pairs of sequences, compared with transformers: steps, written texts, and accuracy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CASES = {
 
 
 def of_steps(result: dict[str, Any]) -> Table:
-    """CPU seconds and memory of a step, and CPU seconds of writing."""
+    """Return CPU seconds and memory per step, and CPU seconds for writing."""
     head = ["", "CPU s, transformers → ours", "ratio", "padding there", "activation MiB, theirs → ours", "ratio"]
     return head, [_step_row(row) for row in result["rows"]]
 
@@ -31,7 +31,7 @@ def _step_row(row: dict[str, Any]) -> list[str]:
 
 
 def of_translation(result: dict[str, Any]) -> Table:
-    """BLEU by seed, of both after the same steps, of ours by beams, and CPU seconds of training."""
+    """Return BLEU by seed for both after the same steps, for ours with beams, and CPU seconds of training."""
     head = ["seed", "BLEU, transformers", "BLEU, ours", "ours, 4 beams", "CPU s, transformers", "CPU s, ours"]
     lines = []
     for row in result["rows"]:
@@ -42,7 +42,7 @@ def of_translation(result: dict[str, Any]) -> Table:
 
 
 def of_pretraining(result: dict[str, Any]) -> Table:
-    """Accuracy of masked tokens and of pairs, on held-out rows, by seed."""
+    """Return the accuracy on masked tokens and on pairs, on held-out rows, by seed."""
     head = ["", "seed", "masked tokens right", "pairs right", "by common words", "CPU s"]
     names = {"nsp": "BERT, next sentence", "sop": "ALBERT, sentence order", "masks": "masks of ten epochs"}
     lines = []

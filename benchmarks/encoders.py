@@ -1,18 +1,18 @@
-"""Encoders and encoder–decoders beside transformers: CPU seconds and memory of a step, and tokens written a second.
+"""Encoders and encoder–decoders, compared with transformers: CPU seconds and memory per step, tokens written per
+second.
 
     python -m benchmarks.encoders [--quick] [--only marian bert writing]
 
 One process, two threads, float32, the same weights in both. ``marian`` has 6 + 6 layers of width 512 (the original
-Transformer's base shape) and 64 pairs, whose lengths are those of sentences of LibreOffice's help and of their German
-translations (Debian's ``libreoffice-help-en-us`` and ``-de``, 8,000 pieces of BPE); ``bert`` has 8 layers of width 512
-and 32 pages of the same help, cut at 512 tokens. transformers pads both to the longest; here rows are packed. Both
-losses are compared. ``writing`` is greedy, of the 64 pairs' sources eight at a time, each until it has as many tokens
-as its target: transformers writes until the longest of eight ends, here the next source takes the place of what has
-ended.
+Transformer's base shape) and 64 pairs, with lengths from sentences in LibreOffice's help and their German translations
+(Debian's ``libreoffice-help-en-us`` and ``-de``, 8,000 BPE tokens); ``bert`` has 8 layers of width 512 and 32 pages
+from the same help, cut at 512 tokens. transformers pads both to the longest; we pack rows. Both losses are compared.
+``writing`` is greedy, for the 64 pairs' sources, eight at a time, each until it has as many tokens as its target:
+transformers writes until the longest of eight ends, while we replace a finished source by the next one.
 
-CPU seconds are the smallest of rounds in which both take turns; memory, from fresh processes, is the peak over what was
-resident with weights and gradients in place. ``--save`` writes ``benchmarks/results/KIND/encoders.json``; exit code 1
-when a figure is outside its bound.
+CPU seconds are the minimum over rounds in which both take turns; memory, from fresh processes, is the peak above
+weights and gradients. ``--save`` writes ``benchmarks/results/KIND/encoders.json``; exit code 1 if a result is outside
+its bound.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.generation import convert, cpu_seconds
 from benchmarks.ranks import with_resident_rise
 from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments, Stream, with_targets
 
-# Tokens of (source, target) of 64 sentences and of 32 pages: those at even ranks of the corpora above, sorted.
+# Token counts (source, target) for 64 sentences and for 32 pages: evenly spaced ranks in the sorted corpora above.
 PAIR_LENGTHS = (
     (7, 8), (8, 8), (8, 9), (9, 8), (9, 8), (9, 16), (10, 12), (10, 14), (11, 15), (11, 12), (11, 11), (12, 14),
     (12, 13), (12, 14), (13, 24), (13, 13), (13, 12), (14, 20), (14, 12), (14, 19), (15, 13), (15, 17), (15, 9),
@@ -49,14 +49,14 @@ PAGE_LENGTHS = (
 )  # fmt: skip
 VOCABULARY = 8_000
 PROMPTS, END = 8, 2
-"""Texts that are written at a time, and the id that ends one."""
+"""Number of texts written at a time, and the end id."""
 CASES = ("marian", "bert", "writing")
 TIME_BOUND, MEMORY_BOUND, SPEED_BOUND = 0.8, 0.5, 1.2
 TIME_WHY = "transformers computes its padding, and keeps all logits"
 
 
 def marian() -> Any:
-    """transformers' Marian of the base shape."""
+    """Build transformers' Marian with the base shape."""
     import transformers
 
     config = transformers.MarianConfig(
@@ -71,7 +71,7 @@ def marian() -> Any:
 
 
 def bert() -> Any:
-    """transformers' BERT, smaller than base."""
+    """Build transformers' BERT, smaller than base."""
     import transformers
 
     config = transformers.BertConfig(
@@ -84,20 +84,20 @@ def bert() -> Any:
 
 
 def documents(lengths: Sequence[int], seed: int) -> list[Tensor]:
-    """Random tokens of these lengths, none of which stands for anything."""
+    """Return random tokens with these lengths, without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(5, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
 def padded(texts: Sequence[Tensor], fill: int = 0) -> tuple[Tensor, Tensor]:
-    """The texts [B, longest], and which tokens are theirs."""
+    """Return the texts [B, longest], and the mask of tokens without padding."""
     tokens = nn.utils.rnn.pad_sequence(list(texts), batch_first=True, padding_value=fill)
     lengths = torch.tensor([len(text) for text in texts])
     return tokens, (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
 
 
 def packed(texts: Sequence[Tensor]) -> Stream:
-    """The texts in one row."""
+    """Return the texts in one row."""
     lengths = [len(text) for text in texts]
     return Stream(
         tokens=torch.cat(list(texts))[None],
@@ -108,7 +108,7 @@ def packed(texts: Sequence[Tensor]) -> Stream:
 
 
 def pair_batches() -> tuple[dict[str, Tensor], Batch]:
-    """The pairs as transformers takes them, and as one row with its sources."""
+    """Return the pairs in transformers' form, and as one row with its sources."""
     sources, targets = (documents([pair[side] for pair in PAIR_LENGTHS], side) for side in range(2))
     read = [torch.cat([torch.tensor([1]), target[:-1]]) for target in targets]
     given: dict[str, Tensor] = dict(zip(("input_ids", "attention_mask"), padded(sources), strict=True))
@@ -118,7 +118,7 @@ def pair_batches() -> tuple[dict[str, Tensor], Batch]:
 
 
 def page_batches() -> tuple[dict[str, Tensor], Batch]:
-    """The pages as transformers takes them, and as one row; every seventh token is to be predicted."""
+    """Return the pages in transformers' form, and as one row; every seventh token is to be predicted."""
     pages = documents(PAGE_LENGTHS, 2)
     labels = [page.masked_fill(torch.arange(len(page)) % 7 != 0, IGNORED_TARGET) for page in pages]
     read = [page.masked_fill(torch.arange(len(page)) % 7 == 0, 4) for page in pages]
@@ -133,7 +133,7 @@ BUILD = {"marian": (marian, pair_batches, "causal"), "bert": (bert, page_batches
 
 
 def steps(case: str) -> dict[str, tuple[nn.Module, Callable[[], Tensor]]]:
-    """Both models, and what computes a loss and its gradients."""
+    """Return both models, and functions that compute a loss and its gradients."""
     from longctx.objectives.build import Objective, build_objective
 
     build, batches, objective = BUILD[case]
@@ -156,7 +156,7 @@ def steps(case: str) -> dict[str, tuple[nn.Module, Callable[[], Tensor]]]:
 
 
 def measure_time(case: str, rounds: int) -> dict[str, Any]:
-    """CPU seconds and losses of both, by turns."""
+    """Measure CPU seconds and losses of both, by turns."""
     torch.set_num_threads(THREADS)
     ways = steps(case)
     losses = {who: float(step()) for who, (_, step) in ways.items()}  # the first use of anything is not counted
@@ -170,7 +170,7 @@ def measure_time(case: str, rounds: int) -> dict[str, Any]:
 
 
 def measure_memory(case: str, who: str) -> float:
-    """MiB over weights and gradients, of a process that runs one of the two."""
+    """Measure MiB over weights and gradients in a process that runs one of the two."""
     torch.set_num_threads(THREADS)
     model, step = steps(case)[who]
     for parameter in model.parameters():
@@ -180,7 +180,7 @@ def measure_memory(case: str, who: str) -> float:
 
 
 def measure_step(case: str, rounds: int) -> dict[str, Any]:
-    """A row of the table, of a training step."""
+    """Measure one table row for a training step."""
     timed = in_process(measure_time, case, rounds)
     mib = {who: round(in_process(measure_memory, case, who)) for who in ("transformers", "longctx")}
     seconds = timed["cpu_seconds"]
@@ -199,34 +199,34 @@ def measure_step(case: str, rounds: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Until:
-    """The likeliest token, and the end where a text has so many: in the order in which texts begin."""
+    """Greedy choice, with the end id once a text has its length; lengths are in the order in which texts begin."""
 
     lengths: Iterator[int]
 
     def start(self) -> Callable[[Tensor], int]:
-        """What chooses one text's tokens."""
+        """Return a function that chooses one text's tokens."""
         left = count(next(self.lengths) - 1, -1)
         return lambda logits_V: int(logits_V.argmax()) if next(left) else END
 
 
 def measure_writing(rounds: int) -> dict[str, Any]:
-    """CPU seconds of both to write of all sources, by turns."""
+    """Measure CPU seconds for both to write from all sources, by turns."""
     import transformers
 
     from longctx.generation.continuous_batching import generate_batch
 
     torch.set_num_threads(THREADS)
     reference = marian().eval()
-    # Wide embeddings: with those of a new model one token would repeat for ever.
+    # Wide embeddings: with a new model's own, one token would repeat forever.
     nn.init.normal_(reference.get_input_embeddings().weight)
     model = convert(reference, torch.float32)
-    # As they come in a text: not those of one length together.
+    # In text order, and not grouped by length.
     order = torch.randperm(len(PAIR_LENGTHS), generator=torch.Generator().manual_seed(3)).tolist()
     pairs = [PAIR_LENGTHS[number] for number in order]
     sources, lengths = documents([source for source, _ in pairs], 3), [target for _, target in pairs]
 
     class Ends(transformers.LogitsProcessor):
-        """Each row's end where it has its number of tokens."""
+        """Ends each row after its number of tokens."""
 
         def __init__(self, lengths: Sequence[int]) -> None:
             self.ends = torch.tensor(lengths)
@@ -269,14 +269,14 @@ def measure_writing(rounds: int) -> dict[str, Any]:
 
 
 def measure(case: str, rounds: int) -> dict[str, Any]:
-    """A row of the table."""
+    """Measure one table row."""
     if case == "writing":
         return in_process(measure_writing, rounds)
     return measure_step(case, rounds)
 
 
 def bounds(row: dict[str, Any]) -> Iterator[Bound]:
-    """What a row may be."""
+    """Return a row's bounds."""
     case = row["case"]
     again = ("--only", case)
     if case == "writing":
@@ -291,7 +291,7 @@ def bounds(row: dict[str, Any]) -> Iterator[Bound]:
 
 
 def main() -> int:
-    """Print the table, save it, and fail when a figure is outside its bound."""
+    """Print and save the table; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="cases to run")
     options = parse(parser, quick="one round")

@@ -1,16 +1,16 @@
-"""A long run of small steps, watched from outside: memory, open files, threads and sockets of every rank, and its logs.
+"""A long training run with small steps: memory, open files, threads and sockets per rank, and log size.
 
     python -m benchmarks.endurance [--quick]
 
-Two ranks take 50,000 steps of a tiny model with experts, in the machine's own dtype, with validation, checkpoints of
-which two stay, and metrics of every step. Rows are packed, so experts get other numbers of tokens in every step, and
-products have other shapes: what a library or an allocator keeps for each shape shows here. Every two seconds the memory
-of each rank's own (``RssAnon`` and ``RssShmem`` of /proc), its descriptors, threads and sockets are looked at, and the
-size of its log. A line is laid through the looks by Theil and Sen: the median slope between looks, which single peaks
-do not move. Of memory the figure is what it rises by in a step, in bytes: at first, from step 500 to 10,000, and from
-step 20,000 on, where the bound is. Of the others it is the rise in 10,000 steps over the median. The log has a line a
-step, as metrics.jsonl has; there the bytes of a step are compared, late ones with early ones.
-``--save`` writes ``benchmarks/results/KIND/endurance.json``; exit code 1 when a figure is outside its bound.
+Two ranks take 50,000 steps with a tiny MoE model in the machine's own dtype, with validation, checkpoints (two are
+kept), and metrics for every step. Rows are packed, so token counts per expert and matmul shapes change with every step:
+anything that a library or an allocator keeps per shape shows here. Every two seconds each rank's own memory
+(``RssAnon`` and ``RssShmem`` in /proc), descriptors, threads and sockets are sampled, and its log's size. The slope is
+Theil and Sen's: the median slope between samples, which single peaks do not change. For memory the result is the
+increase per step in bytes: at first, from step 500 to 10,000, and from step 20,000 on, to which the bound applies. For
+the other counts it is the increase per 10,000 steps over the median. The log has a line per step, like metrics.jsonl;
+its late and early bytes per step are compared. ``--save`` writes ``benchmarks/results/KIND/endurance.json``; exit code
+1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from launcher.run_folder import LOGS
 RANKS = 2
 STEPS, QUICK_STEPS = 50_000, 2_000
 SETTLED, UNIT = 500, 10_000
-"""The first steps do not count; rises are those of so many steps."""
+"""The first steps do not count; increases are per this many steps."""
 FULL, EARLY = 20_000, 10_000
-"""From here on memory is not to grow any more; up to there it may, as caches and the heap's gaps fill."""
+"""From the first step on memory must not grow any more; up to the second it may, as caches and the heap's gaps fill."""
 LOOK_SECONDS = 2.0
 MOST_RISE = 0.01
 MOST_BYTES = 256.0
-"""A step: a run of a million steps ends with 244 MiB more than it began with."""
+"""Bytes per step: a training run of a million steps ends with 244 MiB more than at its start."""
 KEPT_LOOKS = 60
 COUNTS = ("memory_bytes", "descriptors", "threads", "sockets")
 NAMES = {"memory_bytes": "memory", "descriptors": "open files", "threads": "threads", "sockets": "sockets"}
@@ -69,11 +69,11 @@ RUN: dict[str, Any] = {
 }
 
 Look = dict[str, float]
-"""The step, and a rank's counts there."""
+"""The step, and a rank's counts at it."""
 
 
 def measure(steps: int) -> dict[str, Any]:
-    """Run it to its end; the looks at each rank."""
+    """Run it to its end; return the samples per rank."""
     with tempfile.TemporaryDirectory(prefix="longctx-endurance-") as base:
         output = Path(base) / "run"
         keys = {**RUN, "data.train": make_shards(Path(base)), "run.output_dir": output, "train.steps": steps}
@@ -90,7 +90,7 @@ def measure(steps: int) -> dict[str, Any]:
 
 
 def _watch(process: subprocess.Popen[str], output: Path, steps: int) -> dict[str, list[Look]]:
-    """Look at every rank until the command ends."""
+    """Sample every rank until the command ends."""
     looks: dict[str, list[Look]] = {str(rank): [] for rank in range(RANKS)}
     metrics, said = output / "metrics.jsonl", 0
     while process.poll() is None:
@@ -108,7 +108,7 @@ def _watch(process: subprocess.Popen[str], output: Path, steps: int) -> dict[str
 
 
 def _last_step(metrics: Path) -> int | None:
-    """The newest step in metrics.jsonl; None before the first."""
+    """Return the newest step in metrics.jsonl; None before the first."""
     with contextlib.suppress(OSError):
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - 4096))
@@ -121,10 +121,10 @@ def _last_step(metrics: Path) -> int | None:
 
 
 def _ranks(launcher: int) -> Iterator[tuple[str, psutil.Process]]:
-    """Yield the rank of each process below the launcher that is one."""
+    """Yield the rank of each rank process below the launcher."""
     for child in psutil.Process(launcher).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            # Launchers have no rank; what a rank started has none of its own on its command line.
+            # Launchers have no rank; processes started by a rank have none on their command line.
             words = child.cmdline()
             if "launcher/pretrain.py" in " ".join(words) and (rank := child.environ().get("RANK")) is not None:
                 parent = child.parent()
@@ -151,7 +151,7 @@ def _log_bytes(output: Path, rank: str) -> int:
 
 
 def summary(looks: Sequence[Look]) -> dict[str, dict[str, float]]:
-    """Of each count its median, least and most, and its rise in ``UNIT`` steps over the median."""
+    """Return each count's median, minimum and maximum, and its increase per ``UNIT`` steps over the median."""
     settled = [look for look in looks if look["step"] >= SETTLED]
     found = {}
     for name in COUNTS:
@@ -168,7 +168,9 @@ def summary(looks: Sequence[Look]) -> dict[str, dict[str, float]]:
 
 
 def memory_growth(looks: Sequence[Look]) -> dict[str, float]:
-    """Bytes of memory a step: at first, and once caches and gaps are full. Of a quick run both are of its halves."""
+    """Return the memory growth in bytes per step: at first, and after caches and gaps are full. A quick run uses its
+    two halves.
+    """
     last = looks[-1]["step"]
     full = min(FULL, last // 2)
     parts = {"early": (SETTLED, min(EARLY, full)), "late": (full, last)}
@@ -179,7 +181,7 @@ def memory_growth(looks: Sequence[Look]) -> dict[str, float]:
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """By Theil and Sen: the median of the slopes between points, those half of all apart."""
+    """Return Theil and Sen's slope: the median slope between points half of the series apart."""
     half = len(points) // 2
     slopes = [
         (later[1] - early[1]) / (later[0] - early[0])
@@ -190,7 +192,7 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def log_growth(looks: Sequence[Look]) -> dict[str, float]:
-    """Bytes of the log a step: in the first half of the looks and in the second."""
+    """Return the log's bytes per step: in the first half of the samples and in the second."""
     settled = [look for look in looks if look["step"] >= SETTLED]
     middle = len(settled) // 2
     early, late = (
@@ -201,13 +203,13 @@ def log_growth(looks: Sequence[Look]) -> dict[str, float]:
 
 
 def thinned(looks: Sequence[Look]) -> list[tuple[int, int]]:
-    """Some of the looks, evenly: step and bytes of memory. They show whether memory grows to an end or for ever."""
+    """Return some samples, evenly spaced: step and memory in bytes. They show whether memory stops growing."""
     apart = max(1, len(looks) // KEPT_LOOKS)
     return [(int(look["step"]), int(look["memory_bytes"])) for look in looks[::apart]]
 
 
 def bounds_of(ranks: dict[str, Any]) -> list[Bound]:
-    """What may not rise, rank by rank."""
+    """Return the bounds on each rank's increases."""
     bounds = []
     for rank, found in ranks.items():
         case, why = f"rank {rank}", "nothing that a step leaves behind may stay"
@@ -215,14 +217,14 @@ def bounds_of(ranks: dict[str, Any]) -> list[Bound]:
         for name in COUNTS[1:]:
             bounds.append(Bound(f"{NAMES[name]}: rise in 10,000 steps", found[name]["rise"], MOST_RISE, case, why))
         log = found["log"]
-        # One figure more in the number of a step is a byte of a line.
+        # One more digit in the step number is one more byte per line.
         allowed = log["early"] * (1 + MOST_RISE) + 2
         bounds.append(Bound("bytes of its log a step, late", log["late"], allowed, f"rank {rank}", "as early ones"))
     return bounds
 
 
 def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows for a page: each count of each rank."""
+    """Return headings and rows for a page: each count of each rank."""
     head = ["rank", "memory, MiB: median, least … most", "memory, bytes a step"]
     head += [f"{NAMES[name]}: median, least … most, rise" for name in COUNTS[1:]]
     head.append("log, bytes a step")
@@ -241,7 +243,7 @@ def _range(found: dict[str, float], unit: int) -> str:
 
 
 def main() -> int:
-    """Run the benchmark."""
+    """Run the benchmark; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, quick=f"{QUICK_STEPS:,} steps")
     result = measure(QUICK_STEPS if options.quick else STEPS)

@@ -1,4 +1,4 @@
-"""A processor that goes wrong once: one bit of one product of a step is flipped."""
+"""Fault injection: one bit in one matmul result of a step is flipped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flip_bit(x: Tensor, value: int, bit: int) -> None:
-    """Flip one bit of the ``value``-th value of a tensor, in place and however it lies in memory."""
+    """Flip one bit in the ``value``-th value of a tensor, in place and for any memory layout."""
     index = []
     for size in reversed(x.shape):
         value, n = divmod(value, size)
@@ -30,25 +30,25 @@ def flip_bit(x: Tensor, value: int, bit: int) -> None:
 
 
 class Flip(TorchDispatchMode):
-    """Flips a bit in the result of the ``call``-th product while it is armed, and counts the products.
+    """Flips a bit in the result of the ``call``-th matmul while it is armed, and counts matmuls.
 
-    It is entered before the audit, so it lies below: the audit sees what the step goes on with.
+    It is entered before the audit and so below it: the audit sees the values with which the step continues.
     """
 
     def __init__(self, operators: frozenset[str] = OPERATORS["product"]) -> None:
         super().__init__()
         self.operators = operators
         self.repeats = False
-        """Whether every product goes wrong, in the same way, the audit's own too."""
+        """True if every matmul gets the same fault, including the audit's own."""
         self.is_counting = False
-        """Whether products are the step's, and not the audit's own."""
+        """True while the step computes, as opposed to the audit."""
         self.seen = 0
         self.call, self.bit = 0, 0
-        """Call 0 is none."""
+        """Call 0 means no flip."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled regions stay compiled."""
+        """Keep compiled regions compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,7 +63,9 @@ class Flip(TorchDispatchMode):
 
 
 def looked_at(chance: Random, num_calls: int) -> list[int]:
-    """The calls, from 1 on, that an audit with this chance keeps of so many small ones: what ``Capture`` draws."""
+    """Return the calls, from 1 on, that an audit with this generator keeps out of so many small ones, as ``Capture``
+    draws them.
+    """
     places = [0] * CALLS
     for n in range(1, num_calls + 1):
         place = n - 1

@@ -1,11 +1,11 @@
-"""The floor of a training step: its matrix products and its attention alone.
+"""Lower bound on a training step's time: its matmuls and its attention alone.
 
-Neither norms nor activations, positions, softmax over the vocabulary or sums of gradients: what remains is what a step
-of this model cannot do without, as fast as this processor's libraries do it. Products have the step's shapes, forward
-and both ways back, and the dtype that the step forms them in. Operands lie ready in it, weights are the model's own,
-and results go to memory that is used again. Attention runs in the kernel that the step runs it in.
+Without norms, activations, positions, softmax over the vocabulary or gradient sums: the remaining time is what a step
+with this model needs at least with this processor's libraries. Matmuls have the step's shapes, forward and for both
+gradients, and the step's dtype. Operands are already in it, weights are the model's own, and results go to reused
+memory. Attention uses the step's kernel.
 
-Axes: N rows of a product, I input width, O output width, L layers of experts, E experts.
+Axes: N rows of a matmul, I input width, O output width, L layers of experts, E experts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from longctx.model.experts.experts import Experts
 from longctx.model.experts.router import Router
 
 HEAD_ELEMENTS = 1 << 24
-"""Logits that are multiplied out at a time; all of them at once would be new pages, and slower."""
+"""Logits per matmul; all of them at once would need new pages, and be slower."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,20 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Of all three."""
+        """FLOPs of all three."""
         return 6.0 * self.rows * self.weight_OI.numel()
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The least of one step of a model, in two parts."""
+    """Lower bound for one step of a model, in two parts."""
 
     products: Callable[[], None]
     attention: Callable[[], None]
 
     @classmethod
     def build(cls, decoder: Decoder, tokens_BT: Tensor) -> Floor:
-        """Of a step on one row; its experts get the rows that the decoder sends them."""
+        """Build the floor of a step on one row; experts get the rows that the decoder sends them."""
         counts_LE = expert_rows(decoder, tokens_BT)
         dtype = decoder.model.embed_tokens.weight.dtype
         return cls(
@@ -61,20 +61,20 @@ class Floor:
         )
 
     def actions(self) -> dict[str, Callable[[], None]]:
-        """What to measure, by name."""
+        """Actions to measure, by name."""
         return {"products": self.products, "attention": self.attention}
 
 
 @torch.no_grad()
 def expert_rows(decoder: Decoder, tokens_BT: Tensor) -> list[list[int]]:
-    """How many tokens each layer of experts sends to each of them."""
+    """Return the token count per MoE layer and expert."""
     positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
     _, stats = decoder(tokens_BT, positions_BT, return_stats=True)
     return [layer.counts_SE.sum(0).tolist() for layer in stats]
 
 
 def products(decoder: Decoder, tokens: int, counts_LE: list[list[int]]) -> Iterator[Product]:
-    """All products of a step, in the order of the layers."""
+    """Return all of a step's matmuls, in layer order."""
     counts = iter(counts_LE)
     for module in decoder.modules():
         if isinstance(module, nn.Linear):
@@ -93,13 +93,13 @@ def products(decoder: Decoder, tokens: int, counts_LE: list[list[int]]) -> Itera
 
 
 def _operand(weight_OI: Tensor) -> Tensor:
-    """The weight in the dtype that its products are formed in."""
+    """Return the weight in its matmuls' dtype."""
     weight_OI = weight_OI.detach()
     return weight_OI.float() if multiplies_in_float32(weight_OI, fastest_matmul_mode()) else weight_OI
 
 
 def product_step(wanted: list[Product]) -> Callable[[], None]:
-    """Forward of all products, then both gradients of each, in memory that products of one width share."""
+    """Compute all matmuls forward, then both gradients of each, in memory common to matmuls of one width."""
     most: dict[int, int] = {}
     for product in wanted:
         for width in product.weight_OI.shape:
@@ -132,7 +132,7 @@ def product_step(wanted: list[Product]) -> Callable[[], None]:
 
 
 def attention_step(config: ModelConfig, tokens: int, dtype: torch.dtype) -> Callable[[], None]:
-    """Causal attention of every layer over one document, forward and backward, in the kernel that is chosen for it."""
+    """Compute causal attention over one document in every layer, forward and backward, with the selected kernel."""
     H, D, V = config.num_heads, config.head_dim, config.value_dim
     K = H if config.is_latent else config.num_kv_heads
     kernel = choose_kernel("auto", KernelRequest("cpu", dtype, D, H, K, V))

@@ -1,16 +1,16 @@
-"""The gated delta rule beside transformers' own, and over two ranks: CPU seconds, wall time, bytes.
+"""The gated delta rule compared with transformers, and over two ranks: CPU seconds, wall time, bytes.
 
     python -m benchmarks.gated_delta [--quick]
 
-* layer: convolution, gates and rule, forward and backward, one thread: ours over transformers' (Qwen3-Next's chunks,
-  and Kimi Linear's for decays by channel), in CPU seconds; both in float32, of 4 key heads of 128.
-* ranks: one document over two ranks of one thread each, in a contiguous layout, of 16 key heads (Qwen3.5's number):
-  wall time of two processes that each have half of it as a document of their own, at once, over theirs, the best of
-  rounds (where two cores share what they compute with, one process's time says nothing of two; its time over twice
-  theirs stands beside it); and the bytes that a rank sends in a pass beside those computed from the sizes. The second
-  rank waits for the state of the first head, so of h heads at most h / (h + 1) is possible.
+* layer: convolution, gates and rule, forward and backward, one thread: ours over transformers' (Qwen3-Next's chunked
+  rule, and Kimi Linear's for decays by channel), in CPU seconds; both in float32, with 4 key heads of 128.
+* ranks: one document over two ranks with one thread each, in a contiguous layout, with 16 key heads (Qwen3.5's number).
+  Wall time is compared with two concurrent processes, each with half the tokens as its own document, the best of
+  rounds (cores that share resources make one process's time a poor reference; its time over twice theirs is printed
+  too). The bytes that a rank sends per pass are compared with those computed from the sizes. The second rank waits for
+  the first head's state, so with h heads at most h / (h + 1) is possible.
 
-Exit code 1 when a row is outside its bounds; ``benchmarks/results/KIND/gated_delta.json`` keeps the figures.
+Exit code 1 if a row is outside its bounds; ``benchmarks/results/KIND/gated_delta.json`` keeps the results.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from parallel.schedule.states import StatePlan
 
 KEY_HEADS, DIM, CONV, ROUNDS = 4, 128, 4, 3
 LAYERS = {"gated_delta": (2048, 8192), "kda": (2048,)}
-"""Tokens. transformers' Kimi Linear forms the decays of all pairs in a chunk, channel by channel."""
+"""Tokens. transformers' Kimi Linear computes decays for all pairs in a token chunk, channel by channel."""
 RANK_TOKENS, RANK_HEADS = 8192, 16
 TIME_BOUND, SCALING_BOUND = 0.6, 0.9
 
 
 def problem(kind: str, tokens: int, K: int = KEY_HEADS) -> tuple[ProjectedTokens, GatedDeltaWeights, Tensor]:
-    """Inputs as leaves, and the output's gradient."""
+    """Return inputs as leaves, and the output's gradient."""
     D = DIM
     G, X = (1, D) if kind == "kda" else (2, 1)
     generator = torch.Generator().manual_seed(0)
@@ -70,7 +70,7 @@ def problem(kind: str, tokens: int, K: int = KEY_HEADS) -> tuple[ProjectedTokens
 
 
 def theirs(kind: str, given: ProjectedTokens, weights: GatedDeltaWeights) -> Tensor:
-    """transformers' functions, as its layer calls them."""
+    """Return transformers' functions, as its layer calls them."""
     from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
     from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
@@ -90,19 +90,19 @@ def theirs(kind: str, given: ProjectedTokens, weights: GatedDeltaWeights) -> Ten
 
 
 def _plain(function: Any) -> Any:
-    """The function itself, where a decorator may fetch a kernel for it."""
+    """Return the undecorated function, because a decorator may fetch a kernel for it."""
     return getattr(function, "__wrapped__", function)
 
 
 def seconds(run: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor, clock: Callable[[], float]) -> float:
-    """Forward and backward."""
+    """Time forward and backward."""
     start = clock()
     torch.autograd.grad(run(), leaves, dout)
     return clock() - start
 
 
 def measure_layer(kind: str, tokens: int, rounds: int) -> dict[str, Any]:
-    """CPU seconds of both, the smallest of rounds in which they take turns."""
+    """Measure CPU seconds of both, the minimum over rounds in which they take turns."""
     given, weights, dout = problem(kind, tokens)
     leaves = [*given, *weights]
     options = GatedDeltaOptions(segments=StateSegments(PackedDocuments.of([0, tokens])))
@@ -119,7 +119,7 @@ def measure_layer(kind: str, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def on_rank(tokens: int, context: int, rounds: int) -> dict[str, Any]:
-    """Wall seconds of a rank's layer, and the bytes that it sends in forward and backward."""
+    """Return wall seconds of a rank's layer, and the bytes that it sends in forward and backward."""
     mesh = Mesh.build(context=context)
     given, weights, dout = problem("gated_delta", tokens, RANK_HEADS)
     layout = SequenceLayout.build("contiguous", tokens, mesh.context)
@@ -148,12 +148,12 @@ def on_rank(tokens: int, context: int, rounds: int) -> dict[str, Any]:
 
 
 def measure_ranks(tokens: int, rounds: int) -> dict[str, Any]:
-    """Two ranks beside two processes with half the tokens each, and beside one with all of them."""
+    """Compare two ranks with two processes that have half the tokens each, and with one that has all of them."""
     alone = run_ranks(on_rank, 1, tokens, 1, rounds)[0]["seconds"]
     apart = max(process["seconds"] for process in run_ranks(on_rank, 2, tokens // 2, 1, rounds))
     ranks = run_ranks(on_rank, 2, tokens, 2, rounds)
     slowest = max(rank["seconds"] for rank in ranks)
-    # A pair (U, M) a value head and the last tokens, forward and backward.
+    # One pair (U, M) per value head and the last tokens, forward and backward.
     states = 2 * RANK_HEADS * DIM * (DIM + DIM)
     wanted = 2 * 4 * (states + (CONV - 1) * RANK_HEADS * 4 * DIM)
     row = {"case": "ranks", "tokens": tokens, "alone": alone, "apart": apart, "two": slowest}
@@ -164,7 +164,7 @@ def measure_ranks(tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the rows, save them, and fail when a figure is outside its bound."""
+    """Print and save the rows; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, quick="512 tokens, once")
     torch.set_num_threads(1)

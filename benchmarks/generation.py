@@ -1,12 +1,12 @@
-"""Greedy generation beside transformers' ``generate``: CPU seconds, tokens a second, and whether the ids are the same.
+"""Greedy generation compared with transformers' ``generate``: CPU seconds, tokens per second, and equality of the ids.
 
     python -m benchmarks.generation [--quick] [--only llama-float32 qwen3-fine-bfloat16 …]
 
 One process, two threads, one prompt of 512 tokens and 128 new ones, on ``benchmarks.decoder``'s Llama and Qwen3-MoE
-shapes in float32 and in bfloat16. transformers runs ``sdpa``, ``grouped_mm`` and its own cache. The same weights are in
-both. CPU seconds are the smallest of rounds in which both take turns in one process, whose threads sleep while they
-wait. Those of the new tokens alone are the difference to a run that adds one token. ``--save`` writes
-``benchmarks/results/KIND/generation.json``; exit code 1 when a figure is outside its bound.
+shapes in float32 and in bfloat16. transformers runs ``sdpa``, ``grouped_mm`` and its own cache. Both have the same
+weights. CPU seconds are the minimum over rounds in which both take turns in one process, whose threads sleep while they
+wait. The new tokens' own seconds are the difference from a call that adds one token. ``--save`` writes
+``benchmarks/results/KIND/generation.json``; exit code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from longctx.model.decoder import Decoder
 PROMPT_TOKENS, NEW_TOKENS = 512, 128
 CASES = [f"{shape}-{dtype}" for shape in ("llama", "qwen3-fine") for dtype in ("float32", "bfloat16")]
 SPEED_BOUND = 1.0
-"""Our tokens a second over transformers', at least."""
+"""Minimum of our tokens per second over transformers'."""
 Continue = Callable[[int], list[int]]
-"""From a number of new tokens to their ids."""
+"""Maps a number of new tokens to their ids."""
 
 
 def prompt() -> Tensor:
-    """The prompt's ids, [1, T]."""
+    """Return the prompt's ids, [1, T]."""
     return torch.randint(32_000, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
 
 
 def build(case: str) -> tuple[Continue, Continue]:
-    """transformers' way to continue the prompt, and ours, with the same weights."""
+    """Return transformers' function that continues the prompt, and ours, with the same weights."""
     name, dtype = split(case)
     reference = theirs(SHAPES[name])[0]
-    # Wide embeddings: with those of a new model the blocks' mean output decides, and one token would repeat for ever.
+    # Wide embeddings: with a new model's own, the transformer blocks' mean output decides, and one token would repeat
+    # forever.
     torch.nn.init.normal_(reference.get_input_embeddings().weight)
     reference = reference.to(dtype).eval()
     decoder = convert(reference, dtype)
@@ -62,13 +63,13 @@ def build(case: str) -> tuple[Continue, Continue]:
 
 
 def split(case: str) -> tuple[str, torch.dtype]:
-    """The shape's name and the dtype of a case."""
+    """Return a case's shape name and dtype."""
     name, dtype = case.rsplit("-", 1)
     return name, getattr(torch, dtype)
 
 
 def convert(reference: Any, dtype: torch.dtype) -> Decoder:
-    """Our decoder with the weights of transformers' model, by way of a folder that it saved."""
+    """Return our decoder with the weights of transformers' model, from a folder that it saved."""
     from longctx.conversion import load_hf
 
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +81,7 @@ def convert(reference: Any, dtype: torch.dtype) -> Decoder:
 
 
 def measure_case(case: str, rounds: int) -> dict[str, Any]:
-    """One row of the table."""
+    """Measure one table row."""
     torch.set_num_threads(THREADS)
     continue_theirs, continue_ours = build(case)
     ways = {"transformers": continue_theirs, "longctx": continue_ours}
@@ -110,24 +111,24 @@ def measure_case(case: str, rounds: int) -> dict[str, Any]:
 
 
 def cpu_seconds(way: Callable[[int], Any], count: int) -> float:
-    """CPU seconds of a continuation by that many tokens."""
+    """Return the CPU seconds of a continuation by this many tokens."""
     start = time.process_time()
     way(count)
     return time.process_time() - start
 
 
 def bounds(row: dict[str, Any]) -> Iterator[Bound]:
-    """What a row may be."""
+    """Return a row's bounds."""
     what = "tokens a CPU second over transformers'"
     yield Bound(what, row["speed_ratio"], SPEED_BOUND, row["case"], at_least=True, again=("--only", row["case"]))
-    # In bfloat16 the two round differently, so that two near tokens may change places.
+    # In bfloat16 the two round differently, so two tokens with close logits may change places.
     if row["case"].endswith("float32"):
         what = "new ids that are transformers'"
         yield Bound(what, row["same_ids"], NEW_TOKENS, row["case"], at_least=True)
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """A row, for people."""
+    """Print one row for the console."""
     cells = [f"{row['case']:22}"]
     for key, width in (("cpu_seconds", 8), ("prompt_cpu_seconds", 8), ("milliseconds_a_token", 8)):
         cells += [f"{row[key][who]:{width}}" for who in ("transformers", "longctx")]
@@ -135,7 +136,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Print the table, save it, and fail when a figure is outside its bound."""
+    """Print and save the table; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="cases to run")
     options = parse(parser, quick="one round")

@@ -1,16 +1,16 @@
-"""Several prompts at once beside transformers' ``generate``: tokens a second, and whether the ids are the same.
+"""Several prompts at once, compared with transformers' ``generate``: tokens per second, and equality of the ids.
 
     python -m benchmarks.generation_batch [--quick] [--only tiny-llama-1 mixtral-8 …]
 
 One process, float32: 1 and 8 prompts of 128 tokens, 64 new ones each, greedy. The tiny shapes have width 64, 4 layers
-and a vocabulary of 1,024: what counts there is the time around the products, so they run on one thread. On two, three
-quarters of either's CPU seconds went to waking the other thread (8 prompts: 17 times a layer), and the ratio was that
-of the machine. The small ones have two threads, as the others, width 256 and a vocabulary of 8,192. The others are
-``benchmarks.decoder``'s, with width 512, 8 layers and a vocabulary of 32,000: at 154 MB of weights a token, and more,
-memory decides, and both read the same. transformers runs ``sdpa`` and ``grouped_mm``, with its dynamic and with its
-static cache; the faster one counts. We run ``generate_batch``. CPU seconds are the smallest of rounds in which all take
-turns in one process, whose threads sleep while they wait.
-``--save`` writes ``benchmarks/results/KIND/generation_batch.json``; exit code 1 when a figure is outside its bound.
+and a vocabulary of 1,024: time outside the matmuls dominates, so they run on one thread. On two, three quarters of
+either's CPU seconds went to waking the other thread (8 prompts: 17 times per layer), and the ratio measured the
+machine. The small shapes have two threads, like the others, width 256 and a vocabulary of 8,192. The others are
+``benchmarks.decoder``'s, with width 512, 8 layers and a vocabulary of 32,000: with 154 MB of weights per token and
+more, memory bandwidth decides, and both read the same. transformers runs ``sdpa`` and ``grouped_mm``, with its dynamic
+and its static cache; the faster one counts. We run ``generate_batch``. CPU seconds are the minimum over rounds in which
+all take turns in one process, whose threads sleep while they wait. ``--save`` writes
+``benchmarks/results/KIND/generation_batch.json``; exit code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ SHAPES = {
 CASES = [f"{shape}-{count}" for shape in SHAPES for count in (1, 8)]
 CACHES = ("dynamic", "static")
 SPEED_BOUND = {"tiny": of_kind(plain=1.1, bf16=1.1, amx=1.2), "small": 1.0, "llama": 0.95, "mixtral": 0.95}
-"""Our tokens a second over transformers', at least, by the first word of a shape's name."""
+"""Minimum of our tokens per second over transformers', by the first word in a shape's name."""
 NUM_THREADS = {"tiny": 1, "small": THREADS, "llama": THREADS, "mixtral": THREADS}
 ROUNDS = {"tiny": 20, "small": 10, "llama": 5, "mixtral": 5}
-"""A round of the tiny shapes is 0.1 s, in which another program's moment weighs much."""
+"""A round of the tiny shapes takes 0.1 s, so a brief load from another program weighs much."""
 Continue = Callable[[int], list[list[int]]]
-"""From a number of new tokens to those of each prompt."""
+"""Maps a number of new tokens to those of each prompt."""
 
 
 def _size(case: str) -> str:
@@ -63,18 +63,19 @@ def _size(case: str) -> str:
 
 
 def prompts(count: int, vocab_size: int) -> Tensor:
-    """The ids of so many prompts, [N, T]."""
+    """Return the ids of this many prompts, [N, T]."""
     return torch.randint(vocab_size, (count, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
 
 
 def build(case: str) -> dict[str, Continue]:
-    """transformers' ways to continue the prompts, by cache, and ours, with the same weights."""
+    """Return transformers' functions that continue the prompts, by cache, and ours, with the same weights."""
     name, count = case.rsplit("-", 1)
     reference = theirs(SHAPES[name])[0]
-    # Wide embeddings: with those of a new model the blocks' mean output decides, and one token would repeat for ever.
+    # Wide embeddings: with a new model's own, the transformer blocks' mean output decides, and one token would repeat
+    # forever.
     torch.nn.init.normal_(reference.get_input_embeddings().weight)
     reference = reference.float().eval()
-    # Neither ends before the last token; a least number of tokens would forbid the end id, and change what is chosen.
+    # Neither ends before the last token; a minimum token count would forbid the end id, and so change the choices.
     reference.generation_config.eos_token_id = None
     model = convert(reference, torch.float32)
     ids = prompts(int(count), model.config.vocab_size)
@@ -89,7 +90,7 @@ def build(case: str) -> dict[str, Continue]:
 
 
 def with_cache(reference: Any, ids: Tensor, cache: str) -> Continue:
-    """transformers' way, with a cache of this kind."""
+    """Return transformers' function with a cache of this kind."""
 
     def continue_theirs(new_tokens: int) -> list[list[int]]:
         options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
@@ -102,7 +103,7 @@ def with_cache(reference: Any, ids: Tensor, cache: str) -> Continue:
 
 
 def measure_case(case: str, rounds: int) -> dict[str, Any]:
-    """One row of the table."""
+    """Measure one table row."""
     torch.set_num_threads(NUM_THREADS[_size(case)])
     ways = build(case)
     ids = {who: way(NEW_TOKENS) for who, way in ways.items()}  # the first use of anything is not counted
@@ -123,7 +124,7 @@ def measure_case(case: str, rounds: int) -> dict[str, Any]:
 
 
 def bounds(row: dict[str, Any]) -> Iterator[Bound]:
-    """What a row may be."""
+    """Return a row's bounds."""
     case = row["case"]
     what, limit = "tokens a CPU second over transformers'", SPEED_BOUND[_size(case)]
     yield Bound(what, row["speed_ratio"], limit, case, at_least=True, again=("--only", case))
@@ -132,13 +133,13 @@ def bounds(row: dict[str, Any]) -> Iterator[Bound]:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """A row, for people."""
+    """Print one row for the console."""
     cells = [f"{row['tokens_a_cpu_second'][who]:10}" for who in (*CACHES, "longctx")]
     print(f"{row['case']:16}", *cells, f"{row['speed_ratio']:7.3f}{row['same_prompts']:6}", flush=True)
 
 
 def main() -> int:
-    """Print the table, save it, and fail when a figure is outside its bound."""
+    """Print and save the table; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="cases to run")
     options = parse(parser, quick="one round")

@@ -1,4 +1,4 @@
-"""What the benchmarks of one GPU share: their command line, the clock, peaks of memory, tables, and where they go."""
+"""Common code for benchmarks on one GPU: command line, clock, peak memory, tables, and saved results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.machine import RESULTS, machine
 
 
 class Setting(Protocol):
-    """What is measured on which device."""
+    """Measurements and their device."""
 
     @property
     def device(self) -> torch.device: ...
@@ -41,7 +41,7 @@ class Stopwatch:
         self.marks: list[Any] = []
 
     def mark(self) -> None:
-        """Here ends one span and begins the next."""
+        """End one interval and begin the next."""
         if self.on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -50,7 +50,7 @@ class Stopwatch:
             self.marks.append(time.process_time())
 
     def spans(self) -> list[float]:
-        """Seconds from each mark to the next."""
+        """Return the seconds from each mark to the next."""
         if self.on_gpu:
             self.marks[-1].synchronize()
             return [a.elapsed_time(b) / 1e3 for a, b in zip(self.marks, self.marks[1:], strict=False)]
@@ -58,7 +58,7 @@ class Stopwatch:
 
 
 def quickest(run: Callable[[Stopwatch], None], setting: Setting) -> list[float]:
-    """Seconds of each span that ``run`` marks: the smallest of some rounds after one to warm up."""
+    """Return the seconds between the marks that ``run`` sets: the minimum over some rounds after a warm-up."""
     found = []
     for _ in range(setting.rounds + 1):
         watch = Stopwatch(setting.device)
@@ -68,7 +68,7 @@ def quickest(run: Callable[[Stopwatch], None], setting: Setting) -> list[float]:
 
 
 def seconds(run: Callable[[], Any], setting: Setting) -> float:
-    """The quickest of some rounds of the whole call."""
+    """Return the minimum seconds of the complete call over some rounds."""
 
     def marked(watch: Stopwatch) -> None:
         watch.mark()
@@ -79,7 +79,7 @@ def seconds(run: Callable[[], Any], setting: Setting) -> float:
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int | None:
-    """Most memory allocated during the call beyond what was before it; None where nobody counts it."""
+    """Return the peak memory allocated during the call beyond earlier allocations; None without a counter."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -114,7 +114,7 @@ def _cell(value: object) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name; on a CPU that it is one."""
+    """Return the GPU's name; on a CPU that it is one."""
     return torch.cuda.get_device_name() if device.type == "cuda" else f"{machine()['processor']} (CPU)"
 
 
@@ -129,7 +129,7 @@ def main(
     minutes: float,
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Measure by ``run(setting, minutes)``, print and save; 1 without a device or behind a goal."""
+    """Measure by ``run(setting, minutes)``, print and save; return 1 without a device or if a goal is missed."""
     first = (description or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=first)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -160,12 +160,12 @@ def main(
 
 
 def card_key(card: str) -> str:
-    """Return the folder of a card's results: the first word of its name with a digit, as in h100."""
+    """Return a card's result folder: the first word in its name with a digit, such as h100."""
     words = re.findall(r"\w+", card.lower())
     return next((word for word in words if re.search(r"\d", word)), words[0])
 
 
 def _path(name: str, card: str, tiny: bool) -> Path:
-    # What measures nothing is no result.
+    # A dry run is no result.
     folder = Path(tempfile.mkdtemp()) if tiny else RESULTS / card_key(card)
     return folder / f"{name}.json"

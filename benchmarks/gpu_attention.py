@@ -1,20 +1,22 @@
-"""The attention kernels of one GPU: rates, memory, errors, the cost of a ring of their blocks, when it can be hidden.
+"""Attention kernels on one GPU: rates, memory, errors, the cost of a ring of KV blocks, and when transfers can be
+hidden.
 
     python -m benchmarks.gpu_attention [--minutes 7.5] [--output FILE.json]
 
-Needs PyTorch and a CUDA device, and uses flash-attn where it is installed. Four tables, also saved as JSON:
+Needs PyTorch and a CUDA device, and uses flash-attn if installed. Four tables, also saved as JSON:
 
-1. TFLOP/s and peak memory of each kernel's blocks, forward and backward, 2K to 64K tokens a block, 32 query and 8 key
-   heads of 128, bfloat16. Memory is what the call takes besides its inputs.
-2. A ring on one device: every rank's hops, one after the other, with its merges and additions but no transfer, beside
-   one call of the same kernel over the whole sequence. ``efficiency`` is whole / sum of the ranks (goal 0.97);
-   ``slowest`` is whole / (ranks × slowest rank), which counts imbalance too.
+1. TFLOP/s and peak memory of each kernel on KV blocks, forward and backward, 2K to 64K tokens per KV block, 32 query
+   and
+   8 key heads of 128, bfloat16. Memory is the call's own, without its inputs.
+2. A ring on one device: every rank's hops, one after the other, with merges and additions but without transfers,
+   compared with one call of the same kernel over the full sequence. ``efficiency`` is the full call over the sum of the
+   ranks (goal 0.97); ``slowest`` is the full call over (ranks × slowest rank), which counts imbalance too.
 3. Relative (Frobenius) errors in bfloat16 against float64.
 4. Tokens a rank needs so that computing a hop takes as long as its transfer, from the measured rates and *assumed*
    bandwidths: n ≥ 2·(Hk/Hq)·F/B forward, 12/5 instead of 2 backward with float32 gradients between ranks,
-   8/5 with bfloat16, for two-byte keys and values and blocks of which half is computed.
+   8/5 with bfloat16, for two-byte keys and values and half-computed KV blocks.
 
-``--device cpu --tiny`` runs the same code on the CPU's kernels at tiny sizes: a check of the script, no measurement.
+``--device cpu --tiny`` runs the same code on the CPU's kernels at tiny sizes, to check the script without measuring.
 """
 
 from __future__ import annotations
@@ -42,15 +44,15 @@ from parallel.schedule.attention_schedule import Schedule
 from parallel.schedule.bands import area
 
 BANDWIDTHS = {"NVLink (assumed 350 GB/s)": 350e9, "InfiniBand NDR (assumed 45 GB/s)": 45e9}
-"""Bytes a second that a rank receives, by link: assumptions, not measurements."""
+"""Bytes per second that a rank receives, by link: assumptions, not measurements."""
 NOT_MEASURED = ("reference", "blockwise")
-"""Kernels whose speed nobody waits for on a GPU."""
+"""Kernels whose speed on a GPU does not matter."""
 _PARTS = ("out", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured on which device."""
+    """Measurements and their device."""
 
     device: torch.device
     dtype: torch.dtype
@@ -68,7 +70,9 @@ class Setting:
         return ScoreRules(scale=self.head_dim**-0.5)
 
     def kernels(self, *, window: bool = True) -> dict[str, AttentionKernel]:
-        """The kernels that this device has, the preferred one first; ``window`` leaves out those without one."""
+        """Return the kernels available on this device, the preferred one first; ``window`` leaves out those without
+        windows.
+        """
         D, H, K = self.head_dim, self.num_heads, self.num_kv_heads
         request = KernelRequest(self.device.type, self.dtype, D, H, K, window=window)
         slow = NOT_MEASURED if self.device.type == "cuda" else NOT_MEASURED[:1]
@@ -77,25 +81,25 @@ class Setting:
         return {kernel.name: kernel for kernel in wanted if kernel.supports(request) is None}
 
     def tensors(self, tokens: int) -> list[Tensor]:
-        """q, k, v and the output's gradient, [1, tokens, heads, D]."""
+        """Return q, k, v and the output's gradient, [1, tokens, heads, D]."""
         g = torch.Generator(self.device).manual_seed(0)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
         shapes = ((1, tokens, h, self.head_dim) for h in heads)
         return [torch.randn(s, generator=g, device=self.device).to(self.dtype) for s in shapes]
 
     def flops(self, slices: Tensor) -> float:
-        """Floating-point operations forward; backward takes 2.5 times that."""
+        """Return the FLOPs of forward; backward takes 2.5 times that."""
         return 4.0 * self.num_heads * self.head_dim * area(slices.numpy())
 
 
 def full_setting() -> Setting:
-    """What the docstring says."""
+    """Return the setting that the module docstring describes."""
     sizes = tuple(1024 * 2**n for n in range(1, 7))
     return Setting(torch.device("cuda"), torch.bfloat16, 32, 8, 128, sizes, 65536, (2, 4, 8), 1024, 3)
 
 
 def tiny_setting(device: str) -> Setting:
-    """Everything once, at sizes that take seconds on a CPU."""
+    """Return a setting that measures everything once, in seconds on a CPU."""
     return Setting(torch.device(device), torch.bfloat16, 4, 2, 16, (64, 128), 512, (2,), 96, 1)
 
 
@@ -103,7 +107,7 @@ def tiny_setting(device: str) -> Setting:
 
 
 def measure_blocks(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]:
-    """Rates and memory of each kernel's blocks."""
+    """Measure rates and memory of each kernel on KV blocks."""
     for name, kernel in setting.kernels(window=False).items():
         for tokens in setting.block_tokens:
             for mask, lo in (("full", None), ("causal", 0)):
@@ -115,7 +119,7 @@ def measure_blocks(setting: Setting, deadline: float) -> Iterator[dict[str, Any]
 
 
 def measure_block(setting: Setting, kernel: AttentionKernel, slices: Tensor) -> dict[str, float | None]:
-    """TFLOP/s and MiB of one kernel on one set of slices, forward and backward."""
+    """Measure TFLOP/s and MiB of one kernel on one set of attention slices, forward and backward."""
     q, k, v, dout = setting.tensors(int(slices[-1, Q_STOP]))
     out, lse = kernel.forward(q, k, v, slices, scores=setting.scores)
     out = out.to(q.dtype)
@@ -145,7 +149,7 @@ def _peak_mib(run: Callable[[], Any], setting: Setting) -> float | None:
 
 @dataclass(frozen=True)
 class Hop:
-    """One kernel call of a rank: some of its queries, and keys as they would have arrived from their owner."""
+    """One kernel call of a rank: some of its queries, and keys as if received from their owner."""
 
     queries: slice
     slices: Tensor
@@ -157,26 +161,26 @@ class Hop:
 
 
 class RankWork:
-    """One rank's share of a ring, without transfers."""
+    """One rank's part of a ring, without transfers."""
 
     def __init__(
         self, setting: Setting, kernel: AttentionKernel, schedule: Schedule, rank: int, inputs: Sequence[Tensor]
     ) -> None:
-        """``inputs`` are q, k, v and the output's gradient of the whole row."""
+        """Initialize; ``inputs`` are q, k, v and the output's gradient of the full row."""
         layout = schedule.layout
         q, k, v, dout = inputs
         self.kernel, self.scores = kernel, setting.scores
         self.q, self.dout = (layout.split(x, rank, 1) for x in (q, dout))
         self.hops: list[Hop] = []
         for hop in schedule.hops(rank):
-            for work in hop.work:  # one entry, or none where there is nothing to compute
+            for work in hop.work:  # one entry, or an empty list if there is nothing to compute
                 theirs = (layout.split(x, hop.owner, 1) for x in (k, v))
                 arrived = (torch.cat([x[:, start:stop] for start, stop in hop.rows], 1) for x in theirs)
                 rows = tuple((start, stop) for start, stop in hop.rows)
                 self.hops.append(Hop(slice(*hop.queries), work.slices, hop.owner, rows, *arrived))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp of this rank's queries: every hop, merged as the ring merges them."""
+        """Return output and log-sum-exp for this rank's queries: every hop, merged as in the ring."""
         first, *rest = self.hops
         out, lse = self.kernel.forward(self.q, first.k, first.v, first.slices, scores=self.scores)
         for hop in rest:
@@ -185,7 +189,7 @@ class RankWork:
         return out.to(self.q.dtype), lse
 
     def backward(self, out: Tensor, lse: Tensor, owners: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
-        """Return the gradient of this rank's queries, given what ``forward`` returned.
+        """Return the gradient of this rank's queries, given ``forward``'s result.
 
         Gradients of keys and values are added to ``kv_ranks``, dk and dv of every rank; without it to a buffer, which
         takes as long.
@@ -211,10 +215,10 @@ LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 
 
 def compare_rings(setting: Setting, kernel: AttentionKernel) -> Iterator[dict[str, Any]]:
-    """Return a row for each layout, degree and packing: the largest relative error against float64, and of what."""
+    """Return a row per layout, degree and packing: the largest relative error against float64, and its tensor."""
     tokens = setting.ring_tokens
     inputs = setting.tensors(tokens)
-    # A document of one token, one that several ranks share, one in one rank's middle.
+    # Documents with one token, on several ranks, and in the middle of one rank.
     cases = {"one document": [0, tokens], "packed": [0, 1, 2 * tokens // 5, tokens // 2 + 1, tokens]}
     for documents, bounds in cases.items():
         slices = slice_table(AttentionSlice(a, b, a, b, 0) for a, b in pairwise(bounds))
@@ -233,7 +237,7 @@ def compare_rings(setting: Setting, kernel: AttentionKernel) -> Iterator[dict[st
 def ring_results(
     setting: Setting, kernel: AttentionKernel, schedule: Schedule, inputs: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Return output and gradients of the whole row, put together from what all ranks compute."""
+    """Return output and gradients of the full row, assembled from all ranks' results."""
     layout = schedule.layout
     ranks = [RankWork(setting, kernel, schedule, rank, inputs) for rank in range(layout.degree)]
     results = [rank.forward() for rank in ranks]
@@ -248,7 +252,7 @@ def ring_results(
 
 
 def packed_documents(tokens: int, mean: int) -> list[int]:
-    """Boundaries of documents of very different lengths."""
+    """Return boundaries of documents with very different lengths."""
     draw, bounds = random.Random(0), [0]
     while bounds[-1] < tokens:
         bounds.append(min(tokens, bounds[-1] + 1 + int(draw.expovariate(1 / mean))))
@@ -256,7 +260,7 @@ def packed_documents(tokens: int, mean: int) -> list[int]:
 
 
 def measure_rings(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]:
-    """Efficiency of each layout at each degree, for one document and for a packed row."""
+    """Measure each layout's efficiency at each degree, for one document and for a packed row."""
     name, kernel = next(iter(setting.kernels().items()))
     tokens = setting.ring_tokens
     cases = {"one document": [0, tokens], "packed": packed_documents(tokens, tokens // 16)}
@@ -290,7 +294,7 @@ def _most_hops(schedule: Schedule) -> int:
 def ring_seconds(
     setting: Setting, kernel: AttentionKernel, schedule: Schedule, inputs: list[Tensor]
 ) -> list[tuple[float, float]]:
-    """(forward, backward) seconds of every rank."""
+    """Return (forward, backward) seconds for every rank."""
     found = []
     for rank in range(schedule.layout.degree):
         work = RankWork(setting, kernel, schedule, rank, inputs)
@@ -300,7 +304,7 @@ def ring_seconds(
 
 
 def ratios(alone: Sequence[float], ranks: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Efficiencies of a ring whose ranks took these (forward, backward) seconds beside the work done in one call."""
+    """Return a ring's efficiencies, from its ranks' (forward, backward) seconds and those of one call."""
     found = {}
     for n, direction in enumerate(("forward", "backward")):
         times = [rank[n] for rank in ranks]
@@ -314,7 +318,7 @@ def ratios(alone: Sequence[float], ranks: Sequence[tuple[float, float]]) -> dict
 
 
 def measure_errors(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Relative Frobenius errors of each kernel against float64 on the same inputs."""
+    """Measure each kernel's relative Frobenius errors against float64 on the same inputs."""
     tokens = setting.error_tokens
     slices = slice_table([AttentionSlice(0, tokens, 0, tokens, 0)])
     q, k, v, dout = setting.tensors(tokens)
@@ -335,7 +339,7 @@ def _attention(
     slices: Tensor,
     scores: ScoreRules,
 ) -> list[Tensor]:
-    """Output and gradients."""
+    """Return output and gradients."""
     out, lse = kernel.forward(q, k, v, slices, scores=scores)
     return [out, *kernel.backward(dout, q, k, v, out.to(q.dtype), lse, slices, scores=scores)[:3]]
 
@@ -345,7 +349,7 @@ def _relative(got: Tensor, want: Tensor) -> float:
 
 
 def thresholds(setting: Setting, blocks: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Tokens a rank needs for a hop's transfer to hide behind its work, at each kernel's rate on its largest block."""
+    """Return the tokens a rank needs to hide a hop's transfer, at each kernel's rate on its largest KV block."""
     share = setting.num_kv_heads / setting.num_heads
     largest = {row["kernel"]: row for row in blocks if row["mask"] == "full"}  # rows come in ascending size
     for name, row in largest.items():
@@ -364,14 +368,14 @@ def thresholds(setting: Setting, blocks: Sequence[dict[str, Any]]) -> Iterator[d
 
 
 def run(setting: Setting, minutes: float) -> dict[str, Any]:
-    """All tables, printed as they come and returned."""
+    """Measure all tables, print each as it is complete, and return them."""
     begun = time.monotonic()
     print(f"kernels: {', '.join(setting.kernels())}")
     blocks = list(measure_blocks(setting, begun + 60 * minutes * 0.6))
     heads = f"{setting.num_heads}/{setting.num_kv_heads} heads of {setting.head_dim}, {setting.dtype}"
-    gpu.show(f"Blocks ({heads}): TFLOP/s and MiB", blocks)
+    gpu.show(f"KV blocks ({heads}): TFLOP/s and MiB", blocks)
     rings = list(measure_rings(setting, begun + 60 * minutes))
-    gpu.show(f"A ring's blocks beside one call over {setting.ring_tokens} tokens (goal 0.97)", rings)
+    gpu.show(f"A ring's KV blocks compared with one call over {setting.ring_tokens} tokens (goal 0.97)", rings)
     errors = list(measure_errors(setting))
     gpu.show("Relative errors against float64", errors)
     hidden = list(thresholds(setting, blocks))
@@ -386,7 +390,7 @@ def run(setting: Setting, minutes: float) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, save; 1 without a device."""
+    """Measure, print, save; return 1 without a device."""
     return gpu.main(
         "gpu_attention", __doc__, full=full_setting, tiny=tiny_setting, run=run, minutes=7.5, arguments=arguments
     )

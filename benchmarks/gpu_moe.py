@@ -1,20 +1,20 @@
-"""Expert layers of known models on one GPU: rates beside dense products, memory, where the time goes, errors.
+"""Expert layers of known models on one GPU: rates compared with dense matmuls, memory, time by operation, errors.
 
     python -m benchmarks.gpu_moe [--minutes 4.5] [--output FILE.json]
 
-Needs PyTorch and a CUDA device, nothing else. Three tables, also saved as JSON:
+Needs only PyTorch and a CUDA device. Three tables, also saved as JSON:
 
 1. One layer of Mixtral-8x7B, Qwen3-30B-A3B and DeepSeek-V3 (its shared expert included), 16K to 128K tokens, bfloat16,
-   forward and backward, router and all. TFLOP/s count the experts' products alone. Dense are as many FLOPs in the
-   products of one FFN that is as wide as a token's experts together. ``share`` is the layer's rate over the dense one,
+   forward and backward, including the router. TFLOP/s count the experts' matmuls alone. Dense is the same FLOPs in the
+   matmuls of one FFN that is as wide as a token's experts together. ``share`` is the layer's rate over the dense one,
    both directions together: goals 0.85 for Mixtral, 0.65 for the others. Tokens and router are random: ``load`` is the
-   most loaded expert over the mean. ``peak`` is GiB beyond the weights, gradients among them. What does not fit is
-   run once more in tiles of tokens.
+   most loaded expert over the mean. ``peak`` is GiB beyond the weights, including gradients. If a layer does not fit,
+   it is measured again in tiles of tokens.
 2. The operations that take most of a step's time.
 3. Relative (Frobenius) errors of the experts in bfloat16 against a float64 loop, and the largest gradient of an expert
    that no token chose, which must be 0.
 
-``--device cpu --tiny`` runs the same code on the CPU at tiny sizes: a check of the script, no measurement.
+``--device cpu --tiny`` runs the same code on the CPU at tiny sizes, to check the script without measuring.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher
 from longctx.model.experts.moe_layer import MixtureOfExperts, MoECall
 
 TILE_TOKENS = 16_384
-"""Of a layer that does not fit at once."""
+"""Tokens per tile, for a layer that does not fit at once."""
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Model:
-    """An expert layer, and the share of the dense rate it shall reach."""
+    """An expert layer, and the minimum fraction of the dense rate."""
 
     name: str
     config: ModelConfig
@@ -55,7 +55,7 @@ class Model:
         return self.config.experts_per_token * self.config.expert_ffn_size + self.config.shared_ffn_size
 
     def flops(self, tokens: int) -> float:
-        """Of the experts' products, forward; backward takes twice that."""
+        """Return the FLOPs of the experts' matmuls, forward; backward takes twice that."""
         return 6.0 * tokens * self.config.hidden_size * self.active_width
 
 
@@ -83,7 +83,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured on which device."""
+    """Measurements and their device."""
 
     device: torch.device
     models: tuple[Model, ...]
@@ -92,23 +92,23 @@ class Setting:
     dtype: torch.dtype = torch.bfloat16
 
     def random(self, *size: int, std: float = 1.0) -> Tensor:
-        """Normal numbers in the setting's dtype."""
+        """Return normal random numbers in the setting's dtype."""
         return torch.empty(size, device=self.device, dtype=self.dtype).normal_(std=std)
 
 
 def full_setting() -> Setting:
-    """What the docstring says."""
+    """Return the setting that the module docstring describes."""
     return Setting(torch.device("cuda"), MODELS, tuple(1024 * 2**n for n in range(4, 8)), 5)
 
 
 def tiny_setting(device: str) -> Setting:
-    """Everything once, at sizes that take seconds on a CPU."""
+    """Return a setting that measures everything once, in seconds on a CPU."""
     models = tuple(replace(model, config=tiny(model.config)) for model in MODELS)
     return Setting(torch.device(device), models, (64, 96), 1)
 
 
 def tiny(config: ModelConfig) -> ModelConfig:
-    """The same kind of layer with 32 channels, experts of 16 and no more than 16 of them."""
+    """Return the same kind of layer with 32 channels, experts of 16 and no more than 16 of them."""
     experts = min(config.num_experts, 16)
     shared = 16 if config.shared_ffn_size else 0
     chosen = min(config.experts_per_token, 4)
@@ -126,7 +126,7 @@ def tiny(config: ModelConfig) -> ModelConfig:
 
 
 def build_layer(setting: Setting, config: ModelConfig) -> MixtureOfExperts:
-    """A layer with random weights, made in its dtype where it shall be: whole in float32 it might not fit."""
+    """Build a layer with random weights in its final dtype and place: in float32 it might not fit."""
     with torch.device("meta"):
         layer = MixtureOfExperts(config).to(setting.dtype)
     layer.to_empty(device=setting.device)
@@ -139,13 +139,13 @@ def build_layer(setting: Setting, config: ModelConfig) -> MixtureOfExperts:
 
 
 def one_document(x_NM: Tensor, run: ExpertRun) -> MoECall:
-    """What a layer is told about tokens that are one document."""
+    """Return the layer's arguments for tokens that are one document."""
     documents_Bt = torch.zeros(1, len(x_NM), dtype=torch.long, device=x_NM.device)
     return MoECall(run=run, documents_Bt=documents_Bt, num_documents=1)
 
 
 def layer_step(layer: nn.Module, x_NM: Tensor, dout_NM: Tensor, run: ExpertRun, watch: Stopwatch) -> None:
-    """Forward and backward of a layer whose tokens are one document; its gradients are the first ones."""
+    """Run forward and backward of a layer whose tokens are one document, without earlier gradients."""
     layer.zero_grad(set_to_none=True)
     x_BtM = x_NM.detach().unsqueeze(0).requires_grad_()
     call = one_document(x_NM, run)
@@ -157,7 +157,7 @@ def layer_step(layer: nn.Module, x_NM: Tensor, dout_NM: Tensor, run: ExpertRun, 
 
 
 def dense_seconds(setting: Setting, model: Model, tokens: int) -> tuple[float, float]:
-    """The same FLOPs in the dense products of one FFN, forward and backward."""
+    """Measure the same FLOPs in the dense matmuls of one FFN, forward and backward."""
     M, F = model.config.hidden_size, model.active_width
     x, dy, h, dgate_up = (setting.random(tokens, width) for width in (M, M, F, 2 * F))
     gate_up, down = setting.random(2 * F, M), setting.random(M, F)
@@ -176,7 +176,7 @@ def dense_seconds(setting: Setting, model: Model, tokens: int) -> tuple[float, f
 
 
 def measure_model(setting: Setting, model: Model, deadline: float) -> Iterator[dict[str, Any]]:
-    """A row for each number of tokens; without rates where the layer does not fit."""
+    """Return a row per token count; without rates if the layer does not fit."""
     dense = {tokens: fitting(lambda n=tokens: dense_seconds(setting, model, n)) for tokens in setting.tokens}
     layer = build_layer(setting, model.config)
     for tokens in setting.tokens:
@@ -194,7 +194,7 @@ def measure_model(setting: Setting, model: Model, deadline: float) -> Iterator[d
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one layer's step."""
+    """Measurements of one layer's step."""
 
     forward_s: float
     backward_s: float
@@ -203,7 +203,7 @@ class Measured:
 
 
 def measure_layer(setting: Setting, layer: MixtureOfExperts, tokens: int, run: ExpertRun) -> Measured:
-    """Time, memory and load of a layer on random tokens."""
+    """Measure a layer's time, memory and load on random tokens."""
     torch.manual_seed(0)
     x, dout = (setting.random(tokens, layer.experts.gate_up_proj.shape[-1]) for _ in range(2))
     forward, backward = quickest(lambda watch: layer_step(layer, x, dout, run, watch), setting)
@@ -216,7 +216,7 @@ def measure_layer(setting: Setting, layer: MixtureOfExperts, tokens: int, run: E
 
 
 def fitting(run: Callable[[], Any]) -> Any:
-    """What ``run`` returns; None when the GPU's memory does not suffice."""
+    """Return ``run``'s result; None if the GPU's memory does not suffice."""
     try:
         return run()
     except torch.OutOfMemoryError:
@@ -229,7 +229,7 @@ def fitting(run: Callable[[], Any]) -> Any:
 def rates(
     model: Model, tokens: int, measured: Measured | None, dense: tuple[float, float] | None
 ) -> dict[str, float | None]:
-    """TFLOP/s of a layer and of dense products that took so many (forward, backward) seconds."""
+    """Return TFLOP/s for a layer and for dense matmuls, given their (forward, backward) seconds."""
     work = model.flops(tokens) / 1e12
     names = ("forward_tflops", "backward_tflops", "dense_forward", "dense_backward", "share")
     row: dict[str, float | None] = dict.fromkeys(names)
@@ -247,7 +247,7 @@ def rates(
 
 
 def measure_parts(setting: Setting, model: Model, most: int = 8) -> Iterator[dict[str, Any]]:
-    """The operations that take most of a step at the fewest tokens."""
+    """Return the operations that take most of a step at the smallest token count."""
     from torch.profiler import ProfilerActivity, profile
 
     layer = build_layer(setting, model.config)
@@ -266,7 +266,7 @@ def measure_parts(setting: Setting, model: Model, most: int = 8) -> Iterator[dic
 
 
 def looped(x: Tensor, gates_Nk: Tensor, experts_Nk: Tensor, gate_up_EFM: Tensor, down_EMF: Tensor) -> Tensor:
-    """Σ gate · expert(x), expert by expert."""
+    """Compute Σ gate · expert(x), expert by expert."""
     out = torch.zeros_like(x)
     for expert, (gate_up, down) in enumerate(zip(gate_up_EFM.unbind(), down_EMF.unbind(), strict=True)):
         token, choice = torch.where(experts_Nk == expert)
@@ -277,7 +277,7 @@ def looped(x: Tensor, gates_Nk: Tensor, experts_Nk: Tensor, gate_up_EFM: Tensor,
 
 
 def measure_errors(setting: Setting, model: Model, tokens: int = 256) -> dict[str, Any]:
-    """Of output and gradients, in a smaller layer whose first expert no token chose."""
+    """Measure errors of output and gradients, in a smaller layer whose first expert no token chose."""
     config = replace(tiny(model.config), hidden_size=128, expert_ffn_size=64)
     layer = build_layer(setting, config)
     x, dout = (setting.random(tokens, config.hidden_size) for _ in range(2))
@@ -307,7 +307,7 @@ def _relative(got: Tensor | None, want: Tensor | None) -> float:
 
 
 def run(setting: Setting, minutes: float) -> dict[str, Any]:
-    """All tables, printed as they come and returned."""
+    """Measure all tables, print each as it is complete, and return them."""
     begun = time.monotonic()
     layers: list[dict[str, Any]] = []
     for model in setting.models:
@@ -332,7 +332,7 @@ def _free() -> None:
 
 
 def behind(result: dict[str, Any]) -> list[str]:
-    """In what the layers miss their goals: a model's best row counts, for small ones cannot fill a GPU."""
+    """Return the layers' missed goals: a model's best row counts, because small ones cannot fill a GPU."""
     found = []
     for name in dict.fromkeys(row["model"] for row in result["layers"]):
         rows = [row for row in result["layers"] if row["model"] == name and row["share"] is not None]
@@ -345,7 +345,7 @@ def behind(result: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, save; 1 without a device or behind a goal."""
+    """Measure, print, save; return 1 without a device or if a goal is missed."""
     return gpu.main(
         "gpu_moe",
         __doc__,

@@ -1,16 +1,16 @@
-"""Hybrids beside full attention: recall after the same steps, and loss by position in rows of 8K and 16K tokens.
+"""Hybrids compared with full attention: recall after the same steps, and loss by position in rows of 8K and 16K tokens.
 
     python -m benchmarks.hybrids [--only recall positions] [--seeds 0 1] [--quick]
 
-The model is that of ``make demo-recall``, once as it is, and once with three gated delta layers to each full one.
+The model is that of ``make demo-recall``, once unchanged, and once with three gated delta layers per full one.
 
-* recall: the demo's three runs, the same documents and steps, over two ranks; then the needles of ``niah_word`` at 512
-  and 1,024 tokens, 22 of each.
+* recall: the demo's three training runs, the same documents and steps, over two ranks; then the needles of
+  ``niah_word`` at 512 and 1,024 tokens, 22 of each.
 * positions: Python's standard library in rows of 8,192 and of 16,384 tokens, the same steps for both models; then the
-  loss of held-out texts of that length by the position of the token.
+  loss of held-out texts of that length by token position.
 
-Saved in ``benchmarks/results/KIND/hybrids.json``, where rows of other cases and seeds stay; exit code 1 when the hybrid
-finds less than 0.99 of the needles, or its loss of a whole length is above that of full attention by more than 0.02.
+Saved in ``benchmarks/results/KIND/hybrids.json``, which keeps rows of other cases and seeds; exit code 1 if the hybrid
+finds less than 0.99 of the needles, or its loss over a full length exceeds that of full attention by more than 0.02.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "full": (),
     "hybrid": ("--model.layers", *HYBRID, "--model.attention_gate", "true"),
 }
-# As in launcher/demos/recall.sh: text, and settings beside the recipe's.
+# As in launcher/demos/recall.sh: text, and settings in addition to the recipe's.
 STAGES = {
     "short": (("12000", "--words", "0", "30", "--mentions", "2", "5", "--seed", "0"), {}),
     "middle": (
@@ -50,7 +50,7 @@ STAGES = {
 RANKS = 2
 NEEDLE_LENGTHS, SAMPLES = (512, 1024), 22
 LENGTHS = {8192: 240, 16_384: 120}
-"""Steps of a row each, by its tokens."""
+"""Steps with one row each, by row length."""
 RECALL_BOUND, LOSS_BOUND = 0.99, 0.02
 _CORPUS = ("--source", "stdlib", "--exclude", "test", "*/test", "*/tests", "idlelib", "encodings", "pydoc_data")
 
@@ -61,14 +61,14 @@ def longctx(*words: object) -> None:
 
 
 def pretrain(folder: Path, model: str, output: Path, settings: dict[str, Any]) -> None:
-    """Train over two ranks by the recipe of the demo and these settings."""
+    """Train over two ranks with the demo's recipe and these settings."""
     words = ["--config", "recall", "--run.output_dir", output, "--parallel.context", RANKS, "--run.hostfile", "none"]
     words += [word for key, value in settings.items() for word in (f"--{key}", value)]
     run(torchrun(*words, *MODELS[model], ranks=RANKS).split())
 
 
 def practice(folder: Path, *, quick: bool) -> None:
-    """Write the documents of the three runs and the haystack, train the tokenizer, and build the shards."""
+    """Write the documents of the three training runs and the haystack, train the tokenizer, and build the shards."""
     for stage, ((count, *options), _) in STAGES.items():
         fewer = int(count) // 20 if quick else count
         output = folder / f"{stage}.jsonl"
@@ -84,7 +84,7 @@ def practice(folder: Path, *, quick: bool) -> None:
 
 
 def measure_recall(folder: Path, model: str, seed: int, *, quick: bool) -> dict[str, Any]:
-    """Train a model as the demo does, and look for needles; returns the mean score by length."""
+    """Train a model as the demo does, and search for needles; return the mean score by length."""
     origin: dict[str, Any] = {}
     output = folder
     for stage, (_, settings) in STAGES.items():
@@ -103,7 +103,7 @@ def measure_recall(folder: Path, model: str, seed: int, *, quick: bool) -> dict[
 
 
 def measure_positions(folder: Path, model: str, length: int, *, quick: bool) -> dict[str, Any]:
-    """Train a model on rows of a length; returns the loss of held-out texts, whole and by position."""
+    """Train a model on rows of one length; return the loss of held-out texts, in total and by position."""
     shards = folder / "library"
     if not shards.exists():
         tokenizer = folder / "library.model"
@@ -135,12 +135,12 @@ def measure_positions(folder: Path, model: str, length: int, *, quick: bool) -> 
 
 
 def name_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells a row from others."""
+    """Return the fields that identify a row."""
     return tuple(row.get(key) for key in ("case", "model", "seed", "length"))
 
 
 def bounds(rows: Sequence[dict[str, Any]]) -> list[Bound]:
-    """What the figures may be."""
+    """Return the bounds on the results."""
     found = []
     losses = {(row["model"], row["length"]): row["loss"] for row in rows if row["case"] == "positions"}
     for row in rows:
@@ -156,7 +156,7 @@ def bounds(rows: Sequence[dict[str, Any]]) -> list[Bound]:
 
 
 def main() -> int:
-    """Print what is learned, save it, and fail when a figure is outside its bound."""
+    """Print and save what the models learned; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="these cases alone")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of recall")

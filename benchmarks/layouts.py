@@ -1,17 +1,18 @@
-"""How even the layouts' attention is and how many rows travel, on packed rows of a real corpus.
+"""Balance of each layout's attention and number of rows sent, on packed rows of a real corpus.
 
     python -m benchmarks.layouts [--data runs/data] [--seq-len 65536] [--degrees 8 16] [--rows 100]
 
 Causal attention inside each document. Imbalance is the busiest rank's work over the mean. Rows are key/value rows that
-all ranks together receive when only needed ones travel. They are held against zigzag's; against the least that any even
-layout could do (see ``least_rows``); against zigzag within every document, which cuts each into 2·R parts (even as
-well; closed form); and against a ring that passes every row to every rank. Milliseconds are CPU time to build.
+all ranks together receive if only needed ones are sent. They are compared with zigzag's; with a lower bound for any
+even layout (see ``least_rows``); with zigzag within every document, which cuts each into 2·R ranges (equally even;
+closed form); and with a ring that passes every row to every rank. Milliseconds are CPU time to build.
 
-Two baselines that no run can choose assign the chunks of ``balanced``, most work first. ``heap`` gives each to the rank
-with the least work so far, as MagiAttention's solver does. ``affine heap`` allows as much imbalance as ``balanced`` and
-gives each to the rank that needs the fewest more rows for it, so the two can be compared at the same balance.
+Two baselines that no training run can choose assign the token chunks of ``balanced``, most work first. ``heap`` gives
+each to the rank with the least work so far, like MagiAttention's solver. ``affine heap`` allows as much imbalance as
+``balanced`` and gives each to the rank that needs the fewest more rows for it, so the two can be compared at the same
+balance.
 
-The second table is what ``parallel.layout = "auto"`` chooses by (``parallel/layout/layout_choice.py``): each kind of
+The second table is the basis for ``parallel.layout = "auto"`` (``parallel/layout/layout_choice.py``): each kind of
 attention layer under each layout, over one document and over packed rows.
 """
 
@@ -40,7 +41,7 @@ TOLERANCE = 1.05
 
 @dataclass(frozen=True)
 class Figures:
-    """One line of the table: sums or means over the packed rows."""
+    """One table line: sums or means over the packed rows."""
 
     layout: str
     degree: int
@@ -52,7 +53,7 @@ class Figures:
     rows_of_document_zigzag: float
     rows_of_plain_ring: float
     busiest_receiver: int
-    """Rows that the rank with the most receives, mean over packed rows."""
+    """Rows received by the rank with the most, mean over packed rows."""
     runs_per_rank: float
     milliseconds: float
 
@@ -63,16 +64,16 @@ class MaskFigures:
 
     documents: str
     mask: str
-    """A window is given as a part of a rank's tokens."""
+    """A window is given as a fraction of a rank's tokens."""
     layout: str
     degree: int
     imbalance: float
     rows_a_token: float
-    """Rows that all ranks together receive, for each token of the sequence."""
+    """Rows that all ranks together receive, per token of the sequence."""
 
 
 def work_and_rows(layout: SequenceLayout, cu_seqlens: np.ndarray) -> tuple[list[int], list[int]]:
-    """For each rank the query-key pairs it computes and the rows it must receive."""
+    """Return, for each rank, the query-key pairs it computes and the rows it must receive."""
     work, rows = [], []
     for rank in range(layout.degree):
         tokens = layout.indices(rank).numpy()
@@ -85,11 +86,11 @@ def work_and_rows(layout: SequenceLayout, cu_seqlens: np.ndarray) -> tuple[list[
 
 
 def least_rows(cu_seqlens: np.ndarray, degree: int) -> int:
-    """A bound from below on the rows received under any layout of equal tokens and at most ``TOLERANCE`` imbalance.
+    """Return a lower bound on the rows received under any layout with equal tokens and at most ``TOLERANCE`` imbalance.
 
-    The tokens of a document behind token x lie on m(x) ranks, and each of these receives or owns token x, so
-    the rows are Σ m(x) − tokens. No rank has more than its share of tokens or work: m(x) is at least what lies behind
-    x, divided by either, rounded up.
+    A document's tokens after token x are on m(x) ranks, and each of these receives or owns token x, so the rows are Σ
+    m(x) − tokens. No rank exceeds its equal portion of tokens, or that of work times the tolerance: m(x) is at least
+    the tokens, or the work, after x divided by that portion, rounded up.
     """
     lengths = np.diff(cu_seqlens).astype(np.int64)
     share = int(lengths.sum()) // degree
@@ -104,7 +105,7 @@ def least_rows(cu_seqlens: np.ndarray, degree: int) -> int:
 
 
 def heap_layout(num_tokens: int, degree: int, cu_seqlens: list[int]) -> SequenceLayout:
-    """Chunks of equal size, most work first, each to the rank with the least work among those that lack chunks."""
+    """Assign equal token chunks, most work first, each to the rank with the least work among those that lack chunks."""
     chunks = cut_chunks(num_tokens, degree, np.unique(cu_seqlens))
     owner = np.empty(len(chunks.start), dtype=np.int64)
     assigned = [0] * degree
@@ -114,13 +115,15 @@ def heap_layout(num_tokens: int, degree: int, cu_seqlens: list[int]) -> Sequence
         work, rank = heapq.heappop(loads)
         owner[chunk] = rank
         assigned[rank] += 1
-        if assigned[rank] < chunks.per_rank:  # a rank with all its chunks does not come back
+        if assigned[rank] < chunks.per_rank:  # a rank with all its token chunks does not come back
             heapq.heappush(loads, (work + int(chunks.work[chunk]), rank))
     return _layout_of("heap", num_tokens, chunks, owner)
 
 
 def affine_heap_layout(num_tokens: int, degree: int, cu_seqlens: list[int]) -> SequenceLayout:
-    """The same chunks, each to the rank that needs the fewest more rows, as far as its work stays in the tolerance."""
+    """Assign the same token chunks, each to the rank that needs the fewest more rows, while its work stays in the
+    tolerance.
+    """
     chunks = cut_chunks(num_tokens, degree, np.unique(cu_seqlens))
     owner = np.empty(len(chunks.start), dtype=np.int64)
     load = chunks.remainder_work.copy()
@@ -144,7 +147,7 @@ def affine_heap_layout(num_tokens: int, degree: int, cu_seqlens: list[int]) -> S
 
 
 def _layout_of(name: str, num_tokens: int, chunks: Chunks, owner: np.ndarray) -> SequenceLayout:
-    """The layout in which each chunk lies on its owner."""
+    """Return the layout in which each token chunk is on its owner."""
     runs = tuple(tuple(TokenRun(start, count, 1) for start, count in pieces) for pieces in chunk_pieces(chunks, owner))
     return SequenceLayout(name, num_tokens, chunks.degree, 1, runs)
 
@@ -158,7 +161,7 @@ BUILDERS: dict[str, Callable[[int, int, list[int]], SequenceLayout]] = {
 
 
 def measure(name: str, degree: int, packed: list[np.ndarray], zigzag: int | None, least: int) -> Figures:
-    """One kind of layout over all packed rows."""
+    """Measure one kind of layout over all packed rows."""
     imbalance, rows, busiest, runs, seconds = [], 0, [], [], 0.0
     for cu_seqlens in packed:
         tokens = int(cu_seqlens[-1])
@@ -188,7 +191,7 @@ def measure(name: str, degree: int, packed: list[np.ndarray], zigzag: int | None
 
 
 def table(degree: int, packed: list[np.ndarray]) -> list[Figures]:
-    """Every kind, zigzag first."""
+    """Measure every kind, zigzag first."""
     least = sum(least_rows(cu, degree) for cu in packed)
     zigzag = measure("zigzag", degree, packed, None, least)
     others = [name for name in BUILDERS if name != "zigzag"]
@@ -196,7 +199,7 @@ def table(degree: int, packed: list[np.ndarray]) -> list[Figures]:
 
 
 def measure_masks(degree: int, packed: list[np.ndarray]) -> Iterator[MaskFigures]:
-    """Every mask under every layout, over one document and over the packed rows."""
+    """Measure every mask under every layout, over one document and over the packed rows."""
     num_tokens = int(packed[0][-1])
     shard = num_tokens // degree
     masks: dict[str, dict[str, Any]] = {
@@ -220,7 +223,7 @@ def measure_masks(degree: int, packed: list[np.ndarray]) -> Iterator[MaskFigures
 
 
 def print_masks(found: Sequence[MaskFigures]) -> None:
-    """A line for each mask: imbalance and rows a token of every layout."""
+    """Print a line per mask: imbalance and rows per token for every layout."""
     print("\nattention over " + "   ".join(f"{kind:>14}" for kind in ("", "", *KINDS)))
     for number in range(0, len(found), len(KINDS)):
         line = found[number : number + len(KINDS)]

@@ -1,15 +1,15 @@
-"""A long prompt and a short answer on two ranks beside one process: memory, CPU seconds, and how both grow.
+"""A long prompt and a short answer on two ranks, compared with one process: memory, CPU seconds, and their growth.
 
     python -m benchmarks.long_prompt [--quick]
 
-A dense model of 2 layers and grouped-query heads in float32, one thread a process, gloo between ranks. Each process
-reads a prompt of 65,536 tokens in chunks of 2,048, then adds 64 tokens. Memory is the resident peak over what was
-resident with the model loaded; CPU seconds are each process's own. One process and two ranks take turns for three
-rounds: of each the least CPU seconds count, and the most memory. Then two ranks read prompts of 16,384 to 131,072
-tokens of a narrower model, and add 32: the peak beside the cache must stay, and a new token may cost at most as many
-times more as there are keys. With windows alone, whose keys are freed, it may cost no more at all. There glibc is told
-to give freed memory back at once: what it holds back by chance would be a fifth of so small a peak. ``--save`` writes
-``benchmarks/results/KIND/long_prompt.json``; exit code 1 when a figure is outside its bound.
+A dense model with 2 layers and grouped-query heads in float32, one thread per process, gloo between ranks. Each process
+reads a prompt of 65,536 tokens in token chunks of 2,048, then adds 64 tokens. Memory is the resident peak above the
+loaded model; CPU seconds are each process's own. One process and two ranks take turns for three rounds: the minimum CPU
+seconds and the maximum memory count. Then two ranks read prompts of 16,384 to 131,072 tokens with a narrower model, and
+add 32: the peak without the cache must stay constant, and a new token's cost may grow at most in proportion to the
+keys. With windows alone, whose keys are freed, it must not grow at all. There glibc is set to return freed memory at
+once: the memory it retains by chance would be a fifth of so small a peak. ``--save`` writes
+``benchmarks/results/KIND/long_prompt.json``; exit code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from longctx.config import ModelConfig
 
 NEW_TOKENS, CHUNK_TOKENS = 64, 2048
 LATER_TOKENS = 32
-"""New tokens behind the longer and longer prompts, after their memory is measured."""
+"""New tokens after the growing prompts, after their memory is measured."""
 ROUNDS = 3
-"""Turns of one process and two ranks: what else a machine does at the time moves a single measurement by a tenth."""
+"""Rounds of one process and two ranks: other load on a machine changes a single measurement by a tenth."""
 MEMORY_BOUND, CPU_BOUND, GROWTH_BOUND, FLAT_BOUND = 0.6, 1.1, 1.15, 1.3
 HEAP_STEP_MIB = 1.0
 HEAP_WHY = "a heap grows by steps of 1 MiB, a sixth of what there is beside the cache of 16,384 tokens"
@@ -49,10 +49,10 @@ class Case:
     num_kv_heads: int
     num_layers: int = 2
     window: int = 0
-    """Keys that a query of every layer sees; 0 for all."""
+    """Keys that a query in every layer sees; 0 for all."""
 
     def config(self) -> ModelConfig:
-        """The model; its head size is 64."""
+        """Return the model's config; its head size is 64."""
         layers = ("full",)
         if self.window:
             layers = ("window",)
@@ -79,9 +79,9 @@ class Case:
 
 
 def measure(case: Case, new_tokens: int, later_tokens: int) -> dict[str, Any]:
-    """On one rank: the tokens, CPU seconds of the prompt and of the new tokens, and MiB by which memory peaked.
+    """Return, on one rank, the tokens, CPU seconds for the prompt and for the new tokens, and peak memory in MiB.
 
-    Of the later tokens only the CPU seconds are measured, of one of them. With them, memory is given back when freed.
+    For the later tokens only CPU seconds are measured, per token. With them, freed memory is returned at once.
     """
     from longctx.generation import GenerationOptions, stream
     from parallel.mesh import Mesh
@@ -114,7 +114,7 @@ def measure(case: Case, new_tokens: int, later_tokens: int) -> dict[str, Any]:
 
 
 def row_of(case: Case, degree: int, new_tokens: int, later_tokens: int = 0) -> dict[str, Any]:
-    """The figures of the worst rank."""
+    """Return the worst rank's results as a row."""
     preload = ("parallel.parallelize", "longctx.generation")
     found = run_ranks(measure, degree, case, new_tokens, later_tokens, preload=preload)
     worst = {name: round(max(rank[name] for rank in found), 3) for name in found[0] if name != "ids"}
@@ -126,7 +126,7 @@ def row_of(case: Case, degree: int, new_tokens: int, later_tokens: int = 0) -> d
 
 
 def best_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of several measurements of one case: the least CPU seconds, the most memory."""
+    """Combine several measurements of one case into a row: the minimum CPU seconds, the maximum memory."""
     best = dict(rounds[0])
     for row in rounds[1:]:
         assert row["ids"] == best["ids"], "greedy tokens of one case differ between rounds"
@@ -138,7 +138,7 @@ def best_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def bounds(pair: list[dict[str, Any]], growth: list[dict[str, Any]], windows: list[dict[str, Any]]) -> Iterator[Bound]:
-    """What the rows may be."""
+    """Return the rows' bounds."""
     one, two = pair
     yield Bound("memory rise over one process's", two["rise_mib"] / one["rise_mib"], MEMORY_BOUND)
     yield Bound(
@@ -163,12 +163,12 @@ def _new_token(row: dict[str, Any]) -> float:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """A row, for people."""
+    """Print one row for the console."""
     print(*(f"{key}={value}" for key, value in row.items() if key != "ids"), flush=True)
 
 
 def main() -> int:
-    """Print the tables, save them, and fail when a figure is outside its bound."""
+    """Print and save the tables; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, quick="a prompt of 8,192 tokens, and no growth")
     # PyTorch records the last 2,000 messages, which a long prompt reaches and a short one does not.

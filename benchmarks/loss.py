@@ -1,13 +1,13 @@
-"""The chunked loss beside whole logits: CPU seconds, memory, error of forward and backward.
+"""The chunked loss compared with whole logits: CPU seconds, memory, error of forward and backward.
 
     python -m benchmarks.loss [--quick]
 
-One process, one thread: hidden states and the head's weight in bfloat16, gradients of both included. Whole logits are
-multiplied out in float32, and in bfloat16 where the processor has instructions for it, and become float32 for
-``cross_entropy``; autograd goes back. CPU seconds are the smallest of rounds in which the ways take turns in one
-process; memory, from fresh processes, is the peak over what was resident with the inputs in place; errors are relative
-(Frobenius), against float64 on the first tokens. ``--save`` writes ``benchmarks/results/KIND/loss.json``; exit code 1
-when ours is outside its bounds.
+One process, one thread: hidden states and the head's weight in bfloat16, including both gradients. Whole logits are
+computed in float32, and in bfloat16 if the processor has instructions for it, and converted to float32 for
+``cross_entropy``; autograd computes gradients. CPU seconds are the minimum over rounds in which the methods take turns
+in one process; memory, from fresh processes, is the peak above the inputs; errors are relative (Frobenius), against
+float64 on the first tokens. ``--save`` writes ``benchmarks/results/KIND/loss.json``; exit code 1 if our results are
+outside their bounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from longctx.kernels.processor import fastest_matmul_mode
 MEMORY_BOUND = 500
 """Megabytes (10^6 bytes) above the inputs, for 16,384 tokens."""
 TIME_BOUND = 0.9
-"""CPU seconds over those of the faster way with whole logits."""
+"""CPU seconds over those of the faster method with whole logits."""
 LOSS_BOUND = 2e-6
 """Relative error of the loss."""
 EXACT_TOKENS = 1024
@@ -42,14 +42,16 @@ RESULTS = ("loss", "dhidden", "dweight")
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes of the head, and how many tokens have a target."""
+    """Sizes of the head, and the number of tokens with a target."""
 
     tokens: int = 16_384
     vocab_size: int = 32_768
     width: int = 512
 
     def inputs(self, tokens: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states [N, M], weight [V, M] and targets [N], the same in every process; logits of deviation 1."""
+        """Return hidden states [N, M], weight [V, M] and targets [N], the same in every process; logits have deviation
+        1.
+        """
         g = torch.Generator().manual_seed(0)
         weight_VM = torch.randn(self.vocab_size, self.width, generator=g).mul_(self.width**-0.5).bfloat16()
         hidden_NM = torch.randn(self.tokens, self.width, generator=g).bfloat16()
@@ -61,7 +63,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def whole_loss(hidden_NM: Tensor, weight_VM: Tensor, targets_N: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Summed loss by all logits at once, multiplied in ``dtype``."""
+    """Return the summed loss from all logits at once, computed in ``dtype``."""
     logits_NV = hidden_NM.to(dtype) @ weight_VM.to(dtype).T
     return cross_entropy(logits_NV if dtype == torch.float64 else logits_NV.float(), targets_N, reduction="sum")
 
@@ -71,12 +73,12 @@ WAYS: dict[str, Loss] = {
     OURS: lambda *inputs: loss_sums(*inputs, matmul_mode=fastest_matmul_mode())[0],
     "whole logits, float32 products": partial(whole_loss, dtype=torch.float32),
 }
-if fastest_matmul_mode() == "native":  # elsewhere these products alone take three times as long as all of the others
+if fastest_matmul_mode() == "native":  # on other processors, these three times as long as the rest
     WAYS["whole logits, bfloat16 products"] = partial(whole_loss, dtype=torch.bfloat16)
 
 
 def solve(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """The loss and its gradients of hidden states and weight."""
+    """Return the loss and its gradients for hidden states and weight."""
     hidden, weight = (x.detach().requires_grad_() for x in inputs[:2])
     value = loss(hidden, weight, inputs[2])
     value.backward()
@@ -84,7 +86,7 @@ def solve(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
 
 
 def time_rounds(asked: Problem, rounds: int) -> list[float]:
-    """CPU seconds of each way, in one process, by turns."""
+    """Measure CPU seconds of each method, in one process, by turns."""
     inputs = asked.inputs()
     for loss in WAYS.values():
         solve(loss, asked.inputs(64))  # the first use of anything is not counted
@@ -92,13 +94,13 @@ def time_rounds(asked: Problem, rounds: int) -> list[float]:
 
 
 def resident_rise(asked: Problem, name: str) -> float:
-    """Megabytes by which memory peaks in a process's first use of a way."""
+    """Return the peak memory, in megabytes, of a method's first use in a process."""
     inputs = asked.inputs()
     return with_resident_rise(lambda: solve(WAYS[name], inputs))[1] * (1 << 20) / 1e6
 
 
 def errors(asked: Problem) -> list[list[float]]:
-    """For each way relative errors of the loss and of both gradients."""
+    """Return each method's relative errors for the loss and both gradients."""
     inputs = asked.inputs(EXACT_TOKENS)
     wanted = solve(partial(whole_loss, dtype=torch.float64), tuple(x.double() for x in inputs[:2]) + inputs[2:])  # type: ignore[arg-type]
     return [
@@ -108,7 +110,7 @@ def errors(asked: Problem) -> list[list[float]]:
 
 
 def measure(asked: Problem, rounds: int) -> list[dict[str, Any]]:
-    """A row for each way."""
+    """Measure a row per method."""
     [seconds] = run_ranks(time_rounds, 1, asked, rounds)
     [exactness] = run_ranks(errors, 1, asked)
     fastest = min(seconds[1:])
@@ -127,7 +129,7 @@ def measure(asked: Problem, rounds: int) -> list[dict[str, Any]]:
 
 
 def print_table(asked: Problem, rows: list[dict[str, Any]]) -> None:
-    """The rows, for people."""
+    """Print the rows for the console."""
     print(f"\n{asked}\n{'':33}{'CPU s':>8}{'ratio':>8}{'MB':>7}   relative error of loss, dhidden, dweight")
     for row in rows:
         exact = "  ".join(f"{e:.1e}" for e in row["relative_error"].values())
@@ -136,7 +138,7 @@ def print_table(asked: Problem, rows: list[dict[str, Any]]) -> None:
 
 
 def bounds(asked: Problem, rows: list[dict[str, Any]]) -> list[Bound]:
-    """What our row may be."""
+    """Return the bounds on our row."""
     ours = next(row for row in rows if row["way"] == OURS)
     limit, why = loss_error_bound(asked)
     return [
@@ -147,17 +149,17 @@ def bounds(asked: Problem, rows: list[dict[str, Any]]) -> list[Bound]:
 
 
 def loss_error_bound(asked: Problem) -> tuple[float, str]:
-    """The limit on the loss's error, and where it comes from."""
+    """Return the limit on the loss's error, and the reason."""
     if fastest_matmul_mode() == "float32":
         return LOSS_BOUND, "logits are exact: bfloat16 inputs are multiplied in float32"
-    # A token's loss is log V at least, and its error that of its own logit, which is of size 1.
+    # A token's loss is at least log V, and its error that of its own logit, which is about 1.
     rounding = 2**-8 / 3**0.5
     why = "logits are rounded to bfloat16, each on its own: three deviations of the mean of so many roundings"
     return 3 * rounding / (EXACT_TOKENS**0.5 * math.log(asked.vocab_size)), why
 
 
 def main() -> int:
-    """Print the table, save it, and fail when our row misses a bound."""
+    """Print and save the table; return 1 if our row misses a bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, quick="a quarter of the tokens")
     asked = Problem(tokens=4096) if options.quick else Problem()

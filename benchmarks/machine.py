@@ -1,8 +1,8 @@
-"""Where and when a figure was measured, and what kind of processor that was.
+"""Place and date of a measurement, and the kind of processor.
 
 Three kinds matter, because a library can be fast on one and slow on another: ``plain`` (no bfloat16 instructions, so
 bfloat16 is best multiplied in float32), ``bf16`` (AVX512-BF16 or Arm's), and ``amx`` (Intel's matrix units, whose
-products take a sixth of the time, so that everything else weighs more).
+matmuls take a sixth of the time, so that all other operations weigh more).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ KINDS = {
 
 
 def processor_kind() -> str:
-    """The key in ``KINDS`` of this machine's processor."""
+    """Return the key in ``KINDS`` for this machine's processor."""
     if not has_native_bfloat16():
         return "plain"
     return "amx" if torch.cpu.get_capabilities().get("amx_bf16", False) else "bf16"
 
 
 def machine() -> dict[str, Any]:
-    """The machine in the words a reader needs."""
+    """Return a description of the machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return {
@@ -58,12 +58,12 @@ def _version(library: str) -> str:
 
 
 def offer_save(parser: argparse.ArgumentParser) -> None:
-    """Add ``--save``: without it a benchmark leaves the files of results, and with them the pages of docs/, alone."""
-    parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results, for docs/")
+    """Add ``--save``: without it a benchmark changes neither result files nor, through them, pages in docs/."""
+    parser.add_argument("--save", action="store_true", help="keep the results in benchmarks/results, for docs/")
 
 
 def save(name: str, content: dict[str, Any]) -> Path:
-    """Write a result as JSON, beside those of the same kind of processor, and return its path."""
+    """Write a result as JSON in the folder for this kind of processor, and return its path."""
     path = RESULTS / processor_kind() / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")

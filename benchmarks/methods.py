@@ -1,4 +1,4 @@
-"""One attention problem, the ways to solve it over ranks, and how time, memory and error of a way are measured."""
+"""One attention problem, the methods to solve it over ranks, and their measurement: time, memory and error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS, HEAD_DIM = 8, 64
 NAMES = ("out", "dq", "dk", "dv")
 
 Solve = Callable[[list[Tensor]], list[Tensor]]
-"""From this rank's q, k, v and the output's gradient to its output, dq, dk, dv; [1, t, heads, D] each."""
+"""Maps this rank's q, k, v and the output's gradient to its output, dq, dk, dv; [1, t, heads, D] each."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Problem:
 
     @property
     def tokens(self) -> int:
-        """Length of the row."""
+        """Row length."""
         return self.cu_seqlens[-1]
 
     def inputs(self) -> list[Tensor]:
-        """q, k, v and the output's gradient, whole."""
+        """Return q, k, v and the output's gradient, for the full row."""
         g = torch.Generator().manual_seed(0)
         heads = (HEADS, self.num_kv_heads, self.num_kv_heads, HEADS)
         return [torch.randn(1, self.tokens, h, HEAD_DIM, generator=g).to(self.dtype) for h in heads]
@@ -53,26 +53,26 @@ FP32, BF16 = "fp32, 8 query and 8 key heads", "bf16, 8 query and 2 key heads"
 
 
 def problem(name: str, *cu_seqlens: int) -> Problem:
-    """FP32 or BF16 over documents that end at ``cu_seqlens``."""
+    """Return an FP32 or BF16 problem over documents that end at ``cu_seqlens``."""
     return Problem(name, torch.float32 if name == FP32 else torch.bfloat16, 8 if name == FP32 else 2, cu_seqlens)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to solve a problem over ranks."""
+    """A method to solve a problem over ranks."""
 
     name: str
     prepare: Callable[..., tuple[SequenceLayout, Solve]]
-    """``prepare(problem, degree, *arguments)`` on every rank: the layout of the inputs, and the solver."""
+    """``prepare(problem, degree, *arguments)`` on every rank: returns the inputs' layout and the solver."""
     arguments: tuple[Any, ...] = ()
     layout: str | None = None
-    """The layout whose blocks are its floor (``benchmarks/blocks.py``); None where that is not measured."""
+    """Layout whose KV blocks give the floor (``benchmarks/blocks.py``); None if that is not measured."""
 
 
 def prepare_ours(
     asked: Problem, degree: int, kind: str, transport: str, ulysses: int = 1
 ) -> tuple[SequenceLayout, Solve]:
-    """``attend`` with a layout and a transport, heads split over ``ulysses`` of the ranks.
+    """Return ``attend`` with a layout and a transport, heads split over ``ulysses`` of the ranks.
 
     It is planned here, as a model plans it once for all layers of a batch.
     """
@@ -102,7 +102,7 @@ def prepare_ours(
 
 
 def ring_method(layout: str) -> Method:
-    """Our ring under a layout, held against its blocks alone too."""
+    """Return our ring with a layout, compared with its KV blocks alone too."""
     return Method(f"longctx ring, {layout}", prepare_ours, (layout, "p2p"), layout)
 
 
@@ -110,7 +110,7 @@ RING = ring_method("zigzag")
 
 
 def one_process(asked: Problem, full: list[Tensor]) -> list[Tensor]:
-    """Output and gradients by PyTorch's own attention, document by document."""
+    """Return output and gradients by PyTorch's own attention, document by document."""
     parts = [_one_document([x[:, a:b] for x in full], asked.causal) for a, b in pairwise(asked.cu_seqlens) if b > a]
     return [torch.cat(of, 1) for of in zip(*parts, strict=True)]
 
@@ -124,16 +124,16 @@ def _one_document(tensors: list[Tensor], causal: bool) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Solved:
-    """What one rank says of one method."""
+    """One rank's results for one method."""
 
     results: list[Tensor]
     rise_mib: float
-    """Peak of resident memory in the process's first use of the method, over what it was before."""
+    """Peak resident memory in the process's first use of the method, over that before it."""
     layout: SequenceLayout
 
 
 def solve_once(asked: Problem, method: Method, degree: int) -> Solved:
-    """Run in a fresh process: results and memory."""
+    """Return results and memory; to be called in a fresh process."""
     layout, solve = method.prepare(asked, degree, *method.arguments)
     rank = torch.distributed.get_rank()
     mine = [layout.split(x, rank, 1) for x in asked.inputs()]
@@ -148,14 +148,14 @@ class Timed:
     one_process: float
     methods: list[float]
     blocks: dict[str, float]
-    """Blocks alone, by layout."""
+    """KV blocks alone, by layout."""
 
 
 def time_rounds(asked: Problem, methods: tuple[Method, ...], degree: int, rounds: int) -> Timed:
-    """Time the single process's work, each method and its blocks alone; all in the same process, by turns.
+    """Time the single process's work, each method and its KV blocks alone; all in the same process, by turns.
 
-    The cores of a shared machine are not equally fast, so each rank is held against work that it did itself. While one
-    process does the whole work the others do the same: cores that share caches are slower together than alone.
+    Cores of a shared machine are not equally fast, so each rank is compared with its own time for the same work. While
+    one process does all the work the others do the same: cores with common caches are slower together than alone.
     """
     full, rank = asked.inputs(), torch.distributed.get_rank()
     actions: list[Callable[[], Any]] = [lambda: one_process(asked, full)]
@@ -175,7 +175,7 @@ def time_rounds(asked: Problem, methods: tuple[Method, ...], degree: int, rounds
 
 
 def measure_time(asked: Problem, methods: Sequence[Method], degree: int, rounds: int) -> list[dict[str, Any]]:
-    """For each method CPU seconds by rank, and the worst rank's ratio to its share of the single process's work."""
+    """Return each method's CPU seconds by rank, and the worst rank's ratio to its part of the single process's work."""
     ranks = run_ranks(time_rounds, degree, asked, tuple(methods), degree, rounds)
     return [_timed_row(asked, method, n, ranks) for n, method in enumerate(methods)]
 
@@ -200,7 +200,9 @@ def _timed_row(asked: Problem, method: Method, n: int, ranks: list[Timed]) -> di
 
 
 def measure_once(asked: Problem, method: Method, degree: int) -> dict[str, Any]:
-    """Errors against float64, and the largest rise of a rank's resident memory, of processes that do nothing else."""
+    """Return errors against float64, and the largest increase in a rank's resident memory, from processes with one
+    method each.
+    """
     ranks = run_ranks(solve_once, degree, asked, method, degree)
     joined = [ranks[0].layout.join(parts, 1) for parts in zip(*(r.results for r in ranks), strict=True)]
     return {
@@ -214,18 +216,18 @@ def measure_once(asked: Problem, method: Method, degree: int) -> dict[str, Any]:
 
 
 def errors(asked: Problem, got: list[Tensor]) -> dict[str, float]:
-    """Relative (Frobenius) error of each result against one process in float64."""
+    """Return each result's relative (Frobenius) error against one process in float64."""
     pairs = zip(NAMES, got, exact(asked), strict=True)
     return {n: float(f"{float((a.double() - b).norm() / b.norm()):.3g}") for n, a, b in pairs}
 
 
 @lru_cache(maxsize=2)
 def exact(asked: Problem) -> list[Tensor]:
-    """The results in float64."""
+    """Return the results in float64."""
     return one_process(asked, [x.double() for x in asked.inputs()])
 
 
 @lru_cache(maxsize=8)
 def one_process_errors(asked: Problem) -> dict[str, float]:
-    """Of one process's ``scaled_dot_product_attention``, document by document."""
+    """Return the errors of one process's ``scaled_dot_product_attention``, document by document."""
     return errors(asked, one_process(asked, asked.inputs()))

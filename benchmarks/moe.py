@@ -1,20 +1,19 @@
-"""An expert layer, forward and backward, beside transformers', DeepSpeed's, and dense products of the same FLOPs.
+"""An expert layer, forward and backward, compared with transformers, DeepSpeed, and dense matmuls with the same FLOPs.
 
     python -m benchmarks.moe [--quick] [--only layer ranks] [--case "16 experts top-2, 4096 tokens, fp32, Zipf" …]
 
-* layer: one process, one thread, width 512; 16 experts of 1024 of which a token visits 2, and 64 of 256, 8. Every
-  token's experts are set by its direction, alike in every library: each expert equally often, or by Zipf's law. Results
-  of the first tokens, gradients included, are compared. transformers runs ``grouped_mm``. DeepSpeed's ``MoE`` drops no
-  token and pads every expert to the most loaded one, so it is run with even loads alone (4096 tokens). Dense are six
-  products of an FFN as wide as a token's experts together. Memory, from fresh processes, is the peak over what is
-  resident with weights and gradients in place.
-* ranks: the same tokens on 2 and 4 ranks × 1 thread, experts across ranks: CPU seconds of a rank over its share of
-  one process's (the mean over ranks, and the worst), and bytes sent over the least possible: a token's row once to each
-  other rank that has one of its experts, and once back, both ways again in backward. ``naive`` is a row for every
-  choice over the same.
+* layer: one process, one thread, width 512; 16 experts of 1024 with top-2, and 64 of 256 with top-8. Every token's
+  experts follow from its direction, equally in every library: uniform loads, or Zipf's law. Results of the first
+  tokens, including gradients, are compared. transformers runs ``grouped_mm``. DeepSpeed's ``MoE`` drops no token and
+  pads every expert to the most loaded one, so it runs only with uniform loads (4096 tokens). Dense is six matmuls of an
+  FFN as wide as a token's experts together. Memory, from fresh processes, is the peak above weights and gradients.
+* ranks: the same tokens on 2 and 4 ranks × 1 thread, experts across ranks: a rank's CPU seconds over its part of
+  one process's (the mean over ranks, and the worst), and bytes sent over the minimum: a token's row once to each other
+  rank that has one of its experts, and once back, both again in backward. ``naive`` is one row per expert choice over
+  the same.
 
-CPU seconds are the smallest of rounds in which all take turns in the same processes. ``--save`` writes
-``benchmarks/results/KIND/moe.json``; exit code 1 when a row is outside its bounds.
+CPU seconds are the minimum over rounds in which all take turns in the same processes. ``--save`` writes
+``benchmarks/results/KIND/moe.json``; exit code 1 if a row is outside its bounds.
 """
 
 from __future__ import annotations
@@ -54,27 +53,29 @@ from parallel.experts.dispatcher import AllToAllDispatcher
 from parallel.mesh import Mesh
 
 TIME_BOUND, MEMORY_BOUND = 0.85, 0.70
-"""Of transformers' CPU seconds and memory."""
+"""Limits over transformers' CPU seconds and memory."""
 SLOW_BFLOAT16 = 0.45
-"""Of transformers' CPU seconds in bf16 where the processor has no bfloat16 instructions."""
+"""Limit over transformers' CPU seconds in bf16 on processors without bfloat16 instructions."""
 BYTES_BOUND = 1.05
-"""Of the least bytes: ids and gates travel too."""
+"""Limit over the minimum bytes: ids and gates are sent too."""
 FAST_BFLOAT16 = 1.10
-"""Of transformers' CPU seconds in bf16 with 16 experts and few tokens, where the processor multiplies bfloat16. On an
-EPYC with AVX512-BF16 0.87 to 1.04 was measured in six processes, with the code of 2026-11-26 as with today's."""
+"""Limit over transformers' CPU seconds in bf16 with 16 experts and few tokens, on processors that multiply bfloat16. On
+an EPYC with AVX512-BF16 0.87 to 1.04 was measured in six processes, with the code of 2026-11-26 and with today's.
+"""
 LONG_BFLOAT16 = of_kind(plain=SLOW_BFLOAT16, bf16=0.90, amx=TIME_BOUND)
-"""Of transformers' CPU seconds in all other cases of bf16: 0.65 to 0.89 on that EPYC."""
+"""Limit over transformers' CPU seconds in all other bf16 cases: 0.65 to 0.89 on that EPYC."""
 FEW_TOKENS = of_kind(plain=TIME_BOUND, bf16=0.90, amx=0.90)
-"""Of transformers' CPU seconds in fp32 with 16 experts and few tokens. On one Sapphire Rapids 0.83 to 0.88 was measured
-in five processes with Zipf's loads: the products alone are four fifths of our time there, and their own time differs by
-7 % with where the weights lie in memory. On an EPYC with AVX512-BF16 0.85 to 0.87, of which the products are nine
-tenths."""
+"""Limit over transformers' CPU seconds in fp32 with 16 experts and few tokens. On one Sapphire Rapids 0.83 to 0.88 was
+measured in five processes with Zipf's loads: the matmuls alone are four fifths of our time there, and their time varies
+by 7 % with the weights' memory addresses. On an EPYC with AVX512-BF16 it was 0.85 to 0.87, of which the matmuls are
+nine tenths.
+"""
 RATE_BOUND = 0.80
-"""Of the dense products' rate, with 16 experts."""
+"""Minimum fraction of the dense matmuls' rate, with 16 experts."""
 FEW_TOKENS_RATE = of_kind(plain=RATE_BOUND, bf16=RATE_BOUND, amx=0.75)
 """The same in fp32 with few tokens: 0.78 to 0.84 in those five processes."""
 FAST_BFLOAT16_RATE = 0.33
-"""Of the dense products' rate in bf16, where the processor has bfloat16 instructions."""
+"""Minimum fraction of the dense matmuls' rate in bf16, on processors with bfloat16 instructions."""
 COMPARED_TOKENS = 1024
 SHORT, LONG = 4096, 16_384
 
@@ -85,11 +86,11 @@ class Options:
 
     cases: tuple[Case, ...]
     spread: tuple[Case, ...]
-    """What is spread over ranks."""
+    """Cases whose experts are spread over ranks."""
     degrees: tuple[int, ...]
 
     def restricted(self, names: Sequence[str]) -> Options:
-        """The same with those cases alone whose name is asked for."""
+        """Return the options with only the named cases."""
         cases = tuple(case for case in self.cases if str(case) in names)
         spread = tuple(case for case in self.spread if str(case) in names)
         return Options(cases, spread, self.degrees)
@@ -112,21 +113,22 @@ QUICK = Options(
 
 
 def libraries(case: Case) -> tuple[str, ...]:
-    """Whose layers a case is run with."""
+    """Return the libraries with which a case is run."""
     return (OURS, THEIRS, DEEPSPEED) if case.tokens == SHORT and not case.skewed else (OURS, THEIRS)
 
 
 def fresh_step(layer: Layer, x: torch.Tensor, dout: torch.Tensor) -> None:
-    """A step whose gradients are the first ones."""
+    """Run a step without earlier gradients."""
     layer.module.zero_grad(set_to_none=True)
     step(layer, x, dout)
 
 
 def time_layers(case: Case, rounds: int) -> dict[str, Any]:
-    """CPU seconds of every library's step and of the dense products, by turns; how far apart results are.
+    """Measure CPU seconds of every library's step and of the dense matmuls, by turns, and the difference between
+    results.
 
-    All get the same number of rounds, or the smallest of more would look the better. Ours and the dense products, which
-    are the closest to their bound, take some more turns between the two of them: ``beside_dense``.
+    All get the same number of rounds, because the minimum over more would be lower. Ours and the dense matmuls, which
+    are closest to their bound, take some more turns between the two of them: ``beside_dense``.
     """
     layers = {name: LAYERS[name](case) for name in libraries(case)}
     apart = compare(case, layers)
@@ -146,7 +148,7 @@ def time_layers(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def rounds_of(case: Case) -> int:
-    """Fewer where a step takes so long that noise averages out within it."""
+    """Return fewer rounds if a step is so long that noise averages out within it."""
     emulated = case.dtype == "bf16" and fastest_matmul_mode() == "float32"
     if emulated:
         return 2 if case.tokens == LONG else 4
@@ -154,9 +156,10 @@ def rounds_of(case: Case) -> int:
 
 
 def compare(case: Case, layers: dict[str, Layer]) -> dict[str, float]:
-    """Largest relative difference between ours and each other library's output and gradients on the first tokens.
+    """Return the largest relative difference between our output and gradients and each other library's on the first
+    tokens.
 
-    AssertionError unless every library's tokens visit the experts that they are meant to.
+    AssertionError unless every library's tokens visit the intended experts.
     """
     x, dout = (of[:COMPARED_TOKENS] for of in case.inputs())
     meant_E = case.chosen()[:COMPARED_TOKENS].flatten().bincount(minlength=case.shape.num_experts)
@@ -175,26 +178,26 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def layer_memory(case: Case, name: str) -> float:
-    """MiB over weights and gradients by which a process peaks in its first step."""
+    """Return a process's peak memory in its first step, in MiB over weights and gradients."""
     layer = LAYERS[name](case)
     x, dout = case.inputs()
-    # the first use of code takes memory too: in bfloat16 oneDNN keeps up to a megabyte for every number of rows
+    # the first use of code takes memory too: in bfloat16 oneDNN keeps up to a megabyte per row count
     step(layer, x, dout)
     for parameter in layer.module.parameters():
         parameter.grad = torch.zeros_like(parameter).contiguous()
-        parameter.grad.fill_(1)  # zeros may be pages that are not there yet
+        parameter.grad.fill_(1)  # zeros may be pages that do not exist yet
     return with_resident_rise(lambda: step(layer, x, dout))[1]
 
 
 def layer(options: Options) -> tuple[list[dict], list[Bound]]:
-    """One row a case, and their bounds."""
+    """Measure one row per case; return them with their bounds."""
     print(
         f"{'':40}CPU s: {'ours':>7}{'theirs':>8}{'× theirs':>10}{'of dense':>10}  MiB: {'ours':>6}{'theirs':>8}{'×':>7}"
     )
     rows, bounds = [], []
     for case in options.cases:
         [timed] = run_ranks(time_layers, 1, case, rounds_of(case), preload=PRELOAD)
-        with ThreadPoolExecutor(2) as pool:  # memory does not mind the neighbour
+        with ThreadPoolExecutor(2) as pool:  # memory is unaffected by concurrent processes
             measured = pool.map(lambda name, c=case: run_ranks(layer_memory, 1, c, name)[0], libraries(case))
             mib = dict(zip(libraries(case), measured, strict=True))
         row = layer_row(case, timed, mib)
@@ -205,7 +208,7 @@ def layer(options: Options) -> tuple[list[dict], list[Bound]]:
 
 
 def layer_row(case: Case, timed: dict[str, Any], mib: dict[str, float]) -> dict[str, Any]:
-    """A case's figures and ratios."""
+    """Return a case's results and ratios."""
     seconds, beside = timed["cpu_seconds"], timed["beside_dense"]
     return {
         "case": str(case),
@@ -221,7 +224,7 @@ def layer_row(case: Case, timed: dict[str, Any], mib: dict[str, float]) -> dict[
 
 
 def print_layer_row(case: Case, row: dict[str, Any]) -> None:
-    """A row, for people."""
+    """Print one row for the console."""
     seconds, mib = row["cpu_seconds"], row["peak_mib"]
     print(
         f"{case!s:47}{seconds[OURS]:7.2f}{seconds[THEIRS]:8.2f}{row['time_ratio']:10.3f}"
@@ -234,7 +237,7 @@ def print_layer_row(case: Case, row: dict[str, Any]) -> None:
 
 
 def layer_bounds(case: Case, row: dict[str, Any]) -> Iterator[Bound]:
-    """What a row may be."""
+    """Return a row's bounds."""
     name = str(case)
     again = ("--only", "layer", "--case", name)
     limit, why = time_bound(case)
@@ -250,12 +253,12 @@ def layer_bounds(case: Case, row: dict[str, Any]) -> Iterator[Bound]:
 
 
 def time_bound(case: Case) -> tuple[float, str]:
-    """The limit on our time over transformers', and where it comes from."""
+    """Return the limit on our time over transformers', and the reason."""
     if case.dtype == "fp32":
         limit = FEW_TOKENS if case.shape == COARSE and case.tokens == SHORT else TIME_BOUND
         return limit, "rows stay in the cache from the first product to the last"
     if case.shape == COARSE and case.tokens == SHORT:
-        # so few tokens stay in the cache whoever computes
+        # so few tokens stay in the cache in any library
         why = "the same products take two thirds of both times; without bfloat16 instructions transformers' are slow"
         return of_kind(plain=SLOW_BFLOAT16, bf16=FAST_BFLOAT16), why
     why = "the same, and without bfloat16 instructions transformers' bfloat16 products are slow"
@@ -263,11 +266,11 @@ def time_bound(case: Case) -> tuple[float, str]:
 
 
 def rate_bound(case: Case) -> tuple[float, str]:
-    """The least rate over that of dense products, and where it comes from."""
+    """Return the minimum rate over that of dense matmuls, and the reason."""
     why = "everything beside the products is a fifth of the time"
     if case.dtype == "fp32":
         return FEW_TOKENS_RATE if case.tokens == SHORT else RATE_BOUND, why
-    # eight times the dense products' weights to read and gradients to write, for as many FLOPs
+    # eight times the dense matmuls' weights to read and gradients to write, for as many FLOPs
     why += "; with bfloat16 instructions it is the memory of all experts' weights and gradients that takes the time"
     return of_kind(plain=RATE_BOUND, bf16=FAST_BFLOAT16_RATE), why
 
@@ -300,7 +303,9 @@ class Sent:
 
 
 def share_of_step(case: Case, degree: int, rounds: int) -> dict[str, Any]:
-    """A rank's CPU seconds of the whole step and of its share, by turns; bytes sent; how far apart results are."""
+    """Measure a rank's CPU seconds for the full step and for its part, by turns; bytes sent; and the difference between
+    results.
+    """
     rank, dispatcher = dist.get_rank(), AllToAllDispatcher(Mesh.build(expert=degree), case.shape.num_experts)
     alone, shared = longctx_layer(case), longctx_layer(case, dispatcher)
     whole = case.inputs()
@@ -319,10 +324,9 @@ def share_of_step(case: Case, degree: int, rounds: int) -> dict[str, Any]:
 
 
 def least_bytes(case: Case, degree: int) -> tuple[int, int]:
-    """The least that travels in a step, and what would if a row travelled for every choice.
+    """Return the minimum bytes sent in a step, and the bytes with one row per expert choice.
 
-    Four times a row for each token and each other rank that has one of its experts: token and sum, and the gradients of
-    both.
+    Four rows for each token and each other rank that has one of its experts: token and sum, and both gradients.
     """
     owner_Nk = case.chosen() // (case.shape.num_experts // degree)
     home_N1 = torch.arange(case.tokens).unsqueeze(1) // (case.tokens // degree)
@@ -334,7 +338,7 @@ def least_bytes(case: Case, degree: int) -> tuple[int, int]:
 
 
 def ranks(options: Options) -> tuple[list[dict], list[Bound]]:
-    """One row a case and degree, and their bounds."""
+    """Measure one row per case and degree; return them with their bounds."""
     print(
         f"\n{'':47}{'ranks':>6}{'CPU s, whole':>14}{'× share':>9}{'worst':>7}{'MB sent':>9}{'× least':>9}{'naive':>8}"
     )
@@ -355,10 +359,10 @@ def ranks(options: Options) -> tuple[list[dict], list[Bound]]:
 
 
 def ranks_row(case: Case, degree: int, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each rank's time over its share of the whole step, which it did itself: the mean, and the worst rank's.
+    """Return each rank's time over its part of its own time for the full step: the mean, and the worst rank's.
 
-    Where experts are unequally loaded the worst rank has more than its share to compute; the mean tells what it costs
-    to spread them.
+    With uneven expert loads the worst rank has more work than an equal part; the mean gives the cost of spreading
+    experts.
     """
     ratios = [of["seconds"][1] / (of["seconds"][0] / degree) for of in found]
     sent, (least, a_choice) = sum(of["bytes"] for of in found), least_bytes(case, degree)
@@ -380,7 +384,7 @@ def ranks_row(case: Case, degree: int, found: list[dict[str, Any]]) -> dict[str,
 
 
 def ranks_bounds(case: Case, row: dict[str, Any]) -> Iterator[Bound]:
-    """What a row may be."""
+    """Return a row's bounds."""
     name = f"{case}, {row['ranks']} ranks"
     yield Bound("bytes sent over the least", row["bytes_over_least"], BYTES_BOUND, name)
     yield Bound(f"{case.dtype} difference from one process's results", row["apart"], TOLERANCE[case.dtype], name)
@@ -390,7 +394,7 @@ TABLES: dict[str, Callable[[Options], tuple[list[dict], list[Bound]]]] = {"layer
 
 
 def main() -> int:
-    """Print the tables, save them, and fail when a row is outside its bounds."""
+    """Print and save the tables; return 1 if a row is outside its bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES), help="tables to measure")
     names = [str(case) for case in FULL.cases]

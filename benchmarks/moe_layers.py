@@ -1,6 +1,6 @@
 """One expert layer as longctx, transformers and DeepSpeed build it, with the same weights, inputs and choices.
 
-Axes: N tokens, k experts a token, E experts, M model width, F width of one expert.
+Axes: N tokens, k experts per token, E experts, M model width, F width of one expert.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
-"""How far two libraries' results may lie apart, relative (Frobenius)."""
+"""Maximum relative (Frobenius) difference between two libraries' results."""
 PRELOAD = (
     *("benchmarks.moe_layers", "deepspeed.moe.layer"),
     *("transformers.models.mixtral.modeling_mixtral", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
 )
-"""What a worker needs, for the server that workers are forked from."""
+"""Modules for the server from which workers are forked."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Shape:
     experts_per_token: int
     expert_ffn_size: int
     model_type: str
-    """transformers' model that has such a layer."""
+    """transformers' model with such a layer."""
     hidden_size: int = 512
 
     def __str__(self) -> str:
         return f"{self.num_experts} experts top-{self.experts_per_token}"
 
     def config(self) -> ModelConfig:
-        """The layer's part of a model of ours."""
+        """Return the layer's fields in our model config."""
         return ModelConfig(
             hidden_size=self.hidden_size,
             num_experts=self.num_experts,
@@ -58,7 +58,7 @@ COARSE, FINE = Shape(16, 2, 1024, "mixtral"), Shape(64, 8, 256, "qwen3_moe")
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, and what comes in."""
+    """A layer and its inputs."""
 
     shape: Shape
     tokens: int
@@ -70,14 +70,14 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of the experts' products, forward and backward."""
+        """FLOPs of the experts' matmuls, forward and backward."""
         shape = self.shape
         return 18.0 * self.tokens * shape.experts_per_token * shape.hidden_size * shape.expert_ffn_size
 
     def weights(self) -> dict[str, Tensor]:
-        """Router [E, M], gate and up [E, 2F, M], down [E, M, F] in the case's dtype, the same in every process.
+        """Return router [E, M], gate and up [E, 2F, M], down [E, M, F] in the case's dtype, the same in every process.
 
-        The router's rows are orthonormal: each expert has a direction of its own.
+        The router's rows are orthonormal: each expert has its own direction.
         """
         E, M, F = self.shape.num_experts, self.shape.hidden_size, self.shape.expert_ffn_size
         g = torch.Generator().manual_seed(0)
@@ -88,16 +88,16 @@ class Case:
         return {name: weight.to(DTYPES[self.dtype]) for name, weight in named.items()}
 
     def chosen(self) -> Tensor:
-        """The experts [N, k] that each token's direction points to."""
+        """Return the experts [N, k] to which each token's direction points."""
         shape = self.shape
         draw = zipf_choices if self.skewed else even_choices
         return draw(self.tokens, shape.num_experts, shape.experts_per_token)
 
     def inputs(self) -> tuple[Tensor, Tensor]:
-        """Tokens and the gradient of what becomes of them, both [N, M].
+        """Return tokens and the output's gradient, both [N, M].
 
-        A token is noise, less of it along the router's rows, and 4 of each of its experts' rows: logits differ, so
-        gates do, but no rounding of a logit to bfloat16 changes a choice.
+        A token is noise, less of it along the router's rows, and 4 of each of its experts' rows: logits and so gates
+        differ, but rounding a logit to bfloat16 never changes a choice.
         """
         g = torch.Generator().manual_seed(1)
         router_EM = self.weights()["router"].float()
@@ -109,7 +109,7 @@ class Case:
 
 
 def even_choices(tokens: int, num_experts: int, k: int) -> Tensor:
-    """k different experts a token, [N, k]; each expert is chosen k times by every ``num_experts`` tokens."""
+    """Return k different experts per token, [N, k]; each expert is chosen k times by every ``num_experts`` tokens."""
     g = torch.Generator().manual_seed(2)
     blocks = -(-tokens // num_experts)
     ids_bE = torch.rand(blocks, num_experts, generator=g).argsort(1)
@@ -119,7 +119,7 @@ def even_choices(tokens: int, num_experts: int, k: int) -> Tensor:
 
 
 def zipf_choices(tokens: int, num_experts: int, k: int) -> Tensor:
-    """k different experts a token, [N, k], drawn with weights 1, 1/2, 1/3 … in a shuffled order of experts."""
+    """Return k different experts per token, [N, k], drawn with weights 1, 1/2, 1/3 … in a shuffled order of experts."""
     g = torch.Generator().manual_seed(3)
     rank_E = torch.randperm(num_experts, generator=g)
     log_weight_E = -torch.log1p(rank_E.float())
@@ -135,13 +135,13 @@ class Layer:
     forward: Callable[[Tensor], Tensor]
     """[N, M] → [N, M]."""
     gradients: Callable[[], dict[str, Tensor]]
-    """Of router, gate_up and down, stacked as in ``Case.weights``."""
+    """Gradients of router, gate_up and down, stacked as in ``Case.weights``."""
     counts: Callable[[Tensor], Tensor]
-    """How many of the tokens [N, M] choose each expert, [E]."""
+    """Returns the number of tokens [N, M] that choose each expert, [E]."""
 
 
 def step(layer: Layer, x_NM: Tensor, dout_NM: Tensor) -> tuple[Tensor, Tensor]:
-    """Forward and backward; the output and the tokens' gradient."""
+    """Run forward and backward; return the output and the tokens' gradient."""
     x = x_NM.detach().requires_grad_()
     out = layer.forward(x)
     out.backward(dout_NM)
@@ -150,9 +150,9 @@ def step(layer: Layer, x_NM: Tensor, dout_NM: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def longctx_layer(case: Case, dispatcher: TokenDispatcher | None = None) -> Layer:
-    """``longctx.model.experts.moe_layer.MixtureOfExperts``, its statistics of one document included.
+    """Build ``longctx.model.experts.moe_layer.MixtureOfExperts``, with its statistics for one document.
 
-    With a dispatcher it holds the experts of this rank alone, and its gradients are theirs.
+    With a dispatcher it holds only this rank's experts and their gradients.
     """
     from longctx.model.experts.moe_layer import MixtureOfExperts, MoECall
 
@@ -175,7 +175,7 @@ def longctx_layer(case: Case, dispatcher: TokenDispatcher | None = None) -> Laye
 
 
 def transformers_layer(case: Case) -> Layer:
-    """transformers' block of Mixtral or Qwen3-MoE with ``grouped_mm``."""
+    """Build transformers' MoE layer of Mixtral or Qwen3-MoE with ``grouped_mm``."""
     import transformers
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -210,7 +210,7 @@ def _fused_gradients(module: Any) -> dict[str, Tensor]:
 
 
 class Expert(nn.Module):
-    """One gated FFN: what DeepSpeed's layer is given to copy."""
+    """One gated FFN, which DeepSpeed's layer copies."""
 
     def __init__(self, hidden_size: int, ffn_size: int) -> None:
         super().__init__()
@@ -218,18 +218,18 @@ class Expert(nn.Module):
         self.down = nn.Linear(ffn_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The expert's output for its tokens."""
+        """Compute the expert's output for its tokens."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(nn.functional.silu(gate) * up)
 
 
 def deepspeed_layer(case: Case) -> Layer:
-    """``deepspeed.moe.layer.MoE`` that drops no token, in a process group of one."""
+    """Build ``deepspeed.moe.layer.MoE`` that drops no token, in a process group of one."""
     import deepspeed.comm
     from deepspeed.moe.layer import MoE
 
     shape = case.shape
-    with contextlib.redirect_stdout(sys.stderr):  # it tells what it builds
+    with contextlib.redirect_stdout(sys.stderr):  # it prints what it builds
         deepspeed.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
         module = MoE(
             shape.hidden_size,
@@ -258,7 +258,7 @@ def deepspeed_layer(case: Case) -> Layer:
 
 
 def fill(module: nn.Module, names: dict[str, str], weights: dict[str, Tensor]) -> None:
-    """Copy weights into all parameters of a module, whose names they have on the left."""
+    """Copy weights into all parameters of a module, given by parameter name."""
     parameters = dict(module.named_parameters())
     assert parameters.keys() == names.keys()
     with torch.no_grad():
@@ -275,10 +275,10 @@ LAYERS: dict[str, Callable[[Case], Layer]] = {
 
 
 def dense_products(case: Case) -> Callable[[], None]:
-    """The limit: as many FLOPs in six dense products, those of an FFN of width k·F forward and backward.
+    """Compute the limit: as many FLOPs in six dense matmuls, those of an FFN of width k·F forward and backward.
 
-    Nothing else is in it, no activation, no router. In bfloat16 on a processor without instructions for that, operands
-    are converted, multiplied in float32 and results rounded: several times faster than PyTorch's own product there.
+    Without activation or router. In bfloat16 on a processor without instructions for it, operands are converted,
+    multiplied in float32 and results rounded: several times faster than PyTorch's own bfloat16 matmul there.
     """
     dtype = DTYPES[case.dtype]
     N, M, F = case.tokens, case.shape.hidden_size, case.shape.experts_per_token * case.shape.expert_ffn_size

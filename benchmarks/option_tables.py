@@ -1,7 +1,7 @@
-"""The tables of options and settings of docs/, made from each verb's ``--help`` and from a run's config.
+"""Tables of options and settings in docs/, made from each verb's ``--help`` and from a training run's config.
 
-``python -m benchmarks.tables`` replaces what stands between a mark, ``<!-- options: VERB -->`` or
-``<!-- settings: SECTION -->``, and ``<!-- end -->``.
+``python -m benchmarks.tables`` replaces the text between a mark, ``<!-- options: VERB -->`` or ``<!-- settings: SECTION
+-->``, and ``<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _SETTINGS = re.compile(r"(<!-- settings: ([a-z]+) -->\n).*?(<!-- end -->)", re.D
 _MARKED = re.compile(r"(<!-- options: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _DEFAULT = re.compile(r" ?\((?:default: (.*)|(required)|(repeatable))\)$")
 _NO_DEFAULTS = ("None", "False", "True", "", "''")
-"""Of a flag the default says nothing that its name does not."""
+"""Defaults that add nothing to a flag's name."""
 
 
 def rewritten(text: str) -> str:
-    """Return a page with its tables made anew. KeyError for a verb or a section that there is none of."""
+    """Return a page with new tables. KeyError for an unknown verb or section."""
     text = _MARKED.sub(lambda found: f"{found[1]}\n{table(found[2])}\n\n{found[3]}", text)
     return _SETTINGS.sub(lambda found: f"{found[1]}\n{settings_table(found[2])}\n\n{found[3]}", text)
 
 
 def settings_table(section: str) -> str:
-    """Return the keys of a section of a run's config as Markdown: name, values, default, meaning."""
+    """Return the keys in a section of a training run's config as Markdown: name, values, default, meaning."""
     lines = ["| key | values | default | |", "|---|---|---|---|"]
     for key in keys_of(getattr(RunConfig(), section), section):
         cells = (cell.replace("|", "\\|") for cell in (key.name, key.values, key.default, key.description))
@@ -39,13 +39,13 @@ def settings_table(section: str) -> str:
 
 
 def table(verb: str) -> str:
-    """Return the options of a verb as Markdown: name and value, default, meaning."""
+    """Return a verb's options as Markdown: name and value, default, meaning."""
     lines = ["| option | default | |", "|---|---|---|"]
     for names, text in options(help_of(verb)):
         meaning, default = text, ""
         if found := _DEFAULT.search(text):
             meaning = text[: found.start()]
-            # A long list is broken behind a comma, where it has no space.
+            # A long list is broken after a comma, because it has no space.
             default = found[2] or found[3] or found[1].replace(", ", ",")
         if default not in ("required", "repeatable"):
             default = f"`{default}`" if default not in _NO_DEFAULTS else ""
@@ -55,8 +55,8 @@ def table(verb: str) -> str:
 
 
 def help_of(verb: str) -> str:
-    """Return what ``longctx VERB --help`` prints on a terminal that has no room for two boxes side by side."""
-    # By its encoding tyro chooses the frame of each box, and without one spaces.
+    """Return the output of ``longctx VERB --help`` on a terminal too narrow for two boxes side by side."""
+    # tyro chooses each box's frame by encoding, and spaces without one.
     printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with (
         patch.dict(os.environ, {"COLUMNS": "120", "NO_COLOR": "1"}),
@@ -69,9 +69,9 @@ def help_of(verb: str) -> str:
 
 
 def options(text: str) -> list[tuple[str, str]]:
-    """Return each option of a help text with its meaning, but ``--help``.
+    """Return each option in a help text with its meaning, except ``--help``.
 
-    An option begins at the left of its box; its meaning follows two spaces, or on the lines below, further in.
+    An option begins at its box's left edge; its meaning follows two spaces, or on the lines below, further in.
     """
     found: list[tuple[str, str]] = []
     heads: set[str] = set()
@@ -79,7 +79,7 @@ def options(text: str) -> list[tuple[str, str]]:
     for number, line in enumerate(boxed):
         if not line or set(line) == {"─"}:
             continue
-        # A box may say first what its options are about.
+        # A box may begin with a description of its options.
         if number + 1 < len(boxed) and set(boxed[number + 1].strip()) == {"─"}:
             heads.add(line)
             continue

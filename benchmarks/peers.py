@@ -1,11 +1,11 @@
-"""Attention over two ranks, ours beside DeepSpeed's, unmodified: CPU seconds, memory, error in one table.
+"""Attention over two ranks, ours compared with DeepSpeed's, unmodified: CPU seconds, memory, error in one table.
 
     python -m benchmarks.peers [--quick]
 
 One causal document of 8192 tokens, forward and backward, gloo, 2 ranks × 1 thread. All methods get the same inputs;
-DeepSpeed's call PyTorch's ``scaled_dot_product_attention`` on their share of the heads. CPU seconds are the smallest of
-rounds in which all methods and the single process take turns in the same processes; memory and errors come from fresh
-processes, one pair for each row. ``--save`` writes ``benchmarks/results/KIND/peers.json``.
+DeepSpeed's call PyTorch's ``scaled_dot_product_attention`` on their heads. CPU seconds are the minimum over rounds in
+which all methods and the single process take turns in the same processes; memory and errors come from fresh processes,
+one pair per row. ``--save`` writes ``benchmarks/results/KIND/peers.json``.
 """
 
 from __future__ import annotations
@@ -42,28 +42,29 @@ RANKS, TOKENS = 2, 8192
 SLACK = 1.05
 """Our best errors over DeepSpeed's best."""
 TIME_BOUND = of_kind(plain=1.05, bf16=1.05, amx=1.1)
-"""Our best fp32 time over DeepSpeed's best. With AMX 1.075 and 1.083 were measured: products take less time there, and
-merging in float64 does not."""
+"""Our best fp32 time over DeepSpeed's best. With AMX 1.075 and 1.083 were measured: matmuls take less time there, but
+merging in float64 does not.
+"""
 SLOW_BFLOAT16 = 0.6
-"""Our best bf16 time over DeepSpeed's best where the processor has no bfloat16 instructions."""
+"""Our best bf16 time over DeepSpeed's best on processors without bfloat16 instructions."""
 FAST_BFLOAT16 = 1.1
-"""The same where it has them: measured 1.061 on one AMD EPYC with AVX512-BF16."""
+"""The same with them: measured 1.061 on one AMD EPYC with AVX512-BF16."""
 AMX_BFLOAT16 = 1.15
-"""The same where it has matrix units: measured 1.09 on one Sapphire Rapids."""
+"""The same with matrix units: measured 1.09 on one Sapphire Rapids."""
 
 
 class LocalAttention(nn.Module):
-    """What a rank of DistributedAttention computes: its heads of the whole sequence, [B, T, h, D]."""
+    """Computation on one rank of DistributedAttention: its heads over the full sequence, [B, T, h, D]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention."""
+        """Compute causal attention."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
 
 
 def prepare_distributed_attention(asked: Problem, degree: int) -> tuple[SequenceLayout, Solve]:
-    """``deepspeed.sequence.layer.DistributedAttention``."""
+    """Prepare ``deepspeed.sequence.layer.DistributedAttention``."""
     from deepspeed.sequence.layer import DistributedAttention
 
     attention = DistributedAttention(LocalAttention(), _deepspeed_group(), scatter_idx=2, gather_idx=1)
@@ -71,7 +72,7 @@ def prepare_distributed_attention(asked: Problem, degree: int) -> tuple[Sequence
 
 
 def prepare_ulysses_hf(asked: Problem, degree: int) -> tuple[SequenceLayout, Solve]:
-    """``deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF``."""
+    """Prepare ``deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF``."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     attention = UlyssesSPAttentionHF(
@@ -100,7 +101,7 @@ def prepare_ulysses_hf(asked: Problem, degree: int) -> tuple[SequenceLayout, Sol
 def _attend_as_transformers(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Tensor
 ) -> tuple[Tensor, None]:
-    """PyTorch's attention with the signature of an attention function of transformers: [B, h, T, D] → [B, T, h, D]."""
+    """Compute PyTorch's attention with transformers' attention signature: [B, h, T, D] → [B, T, h, D]."""
     out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2), None
 
@@ -108,7 +109,7 @@ def _attend_as_transformers(
 def _deepspeed_group() -> Any:  # a class of its own in DeepSpeed's types
     import deepspeed.comm
 
-    with contextlib.redirect_stdout(sys.stderr):  # it tells what it builds
+    with contextlib.redirect_stdout(sys.stderr):  # it prints what it builds
         deepspeed.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     return torch.distributed.group.WORLD  # type: ignore[return-value]
 
@@ -118,7 +119,7 @@ def _contiguous(asked: Problem, degree: int) -> SequenceLayout:
 
 
 def _solver(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Solve:
-    """Forward and backward of a function of q, k, v."""
+    """Return forward and backward for a function of q, k, v."""
 
     def solve(mine: list[Tensor]) -> list[Tensor]:
         q, k, v = (x.detach().requires_grad_() for x in mine[:3])
@@ -139,7 +140,7 @@ METHODS = (
 
 
 def table(name: str, rounds: int) -> list[dict]:
-    """A row for each method on one of the two problems; prints them."""
+    """Measure a row per method on one of the two problems, and print them."""
     asked = problem(name, 0, TOKENS)
     timed = measure_time(asked, METHODS, RANKS, rounds)
     print(f"\n{name}\n{'':34}{'CPU s a rank':>15}{'× half':>8}{'MiB':>6}   relative error of {', '.join(NAMES)}")
@@ -162,7 +163,7 @@ def _errors(of: dict[str, float]) -> str:
 
 
 def main() -> int:
-    """Print the tables, save them, and fail when our best method is slower or less exact than DeepSpeed's best."""
+    """Print and save the tables; return 1 if our best method is slower or less exact than DeepSpeed's best."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, quick="few rounds")
     rows = [row for name in (FP32, BF16) for row in table(name, 2 if options.quick else 5)]
@@ -171,7 +172,7 @@ def main() -> int:
 
 
 def bounds(rows: list[dict]) -> Iterator[Bound]:
-    """Our best method beside DeepSpeed's best on one problem, in time and in each error."""
+    """Return the bounds on our best method over DeepSpeed's best for one problem, in time and in each error."""
     case = rows[0]["case"]
     ours = [row for row in rows if row["method"].startswith("longctx")]
     theirs = [row for row in rows if row not in ours]

@@ -1,13 +1,14 @@
-"""``plan`` beside ``plan --trace``: bytes by arithmetic and those of the code itself, for fourteen runs of four models.
+"""``plan`` compared with ``plan --trace``: bytes by arithmetic and by tracing the code, for fourteen runs of four
+models.
 
     LONGCTX_CUDA_PYTHON=PYTHON python -m benchmarks.plan_bytes [--few] [NAME …]
 
-131,072 tokens a rank, bfloat16, ZeRO 2, all layers of each model; ``--few`` takes three of them (four of the hybrid,
+131,072 tokens per rank, bfloat16, ZeRO 2, all layers of each model; ``--few`` takes three of them (four of the hybrid,
 the last of which has softmax attention; five of DeepSeek-V3, whose first three have no experts). PYTHON has PyTorch's
-CUDA build; no GPU is needed. A trace of all layers takes one to ten minutes. What ZeRO holds is the same arithmetic in
-both, so the bound is on what activations take as well: the peak, and kept with passing, are never more than 1 % under
-the trace, nor more than 8 % over it. Each row is saved in ``benchmarks/results/KIND/plan_bytes.json``, which the tests
-hold the arithmetic to; one of few layers does not take the place of one of all.
+CUDA build; no GPU is needed. A trace of all layers takes one to ten minutes. ZeRO's memory is the same arithmetic in
+both, so the bound also applies to activations alone: the peak, and kept with passing, are never more than 1 % below the
+trace, nor more than 8 % above it. Each row is saved in ``benchmarks/results/KIND/plan_bytes.json``, with which tests
+compare the arithmetic; a row with few layers does not replace one with all.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _chunks(groups: int, store: str = "host") -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """A run."""
+    """A training run to plan."""
 
     name: str
     preset: str
@@ -51,7 +52,7 @@ class Case:
     few_layers: int = 3
 
     def argv(self, *, few: bool) -> list[str]:
-        """What ``plan`` takes."""
+        """Arguments for ``plan``."""
         tokens = str(_TOKENS * self.context)
         argv = ["--config", "quickstart", "--model.preset", self.preset, "--parallel.context", str(self.context)]
         argv += ["--data.seq_len", tokens, "--train.tokens_per_step", tokens, "--train.micro_batch_rows", "1"]
@@ -85,20 +86,20 @@ CASES = (
 
 
 def planned(case: Case, *, few: bool) -> RunEstimate:
-    """The arithmetic."""
+    """Return the bytes by arithmetic."""
     config = load_run_config(case.argv(few=few))
     return estimate_run(config, World.of(config), load_hardware("h100"))
 
 
 def errors(run: RunEstimate, traced: dict[str, int]) -> tuple[float, float]:
-    """Signed errors of the peak, and of what activations take of it, as shares of the trace."""
+    """Return signed errors of the peak, and of its activation memory, as fractions of the trace."""
     of_bytes = largest(run)
     activations = (of_bytes.kept + of_bytes.passing) / (traced["kept"] + traced["passing"]) - 1
     return of_bytes.peak / traced["peak"] - 1, activations
 
 
 def trace(case: Case, *, few: bool) -> dict[str, int]:
-    """Bytes of the rank that needs most, by ``plan --trace``."""
+    """Return the bytes of the rank that needs most, by ``plan --trace``."""
     python = os.environ.get("LONGCTX_CUDA_PYTHON", sys.executable)
     command = [python, "-m", "launcher", "plan", "--trace", "--json", *case.argv(few=few)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
@@ -108,12 +109,12 @@ def trace(case: Case, *, few: bool) -> dict[str, int]:
 
 
 def largest(run: RunEstimate) -> StepBytes:
-    """Of the rank that needs most."""
+    """Return the bytes of the rank that needs most."""
     return max((rank.bytes for rank in run.ranks), key=lambda one: one.peak)
 
 
 def load_rows() -> dict[str, dict[str, Any]]:
-    """What was traced so far, by name: of all layers where they were. No machine's trace differs from another's."""
+    """Return earlier traces by name, preferring all layers. Traces do not depend on the machine."""
     found: dict[str, dict[str, Any]] = {}
     for path in filter(Path.exists, map(_path, KINDS)):
         for row in json.loads(path.read_text())["rows"]:
@@ -127,7 +128,7 @@ def _path(kind: str) -> Path:
 
 
 def save(row: dict[str, Any]) -> None:
-    """Put a row among those of the file, in their order."""
+    """Insert a row into the file, in case order."""
     rows = load_rows()
     if row["few_layers"] and not rows.get(row["name"], row)["few_layers"]:
         return
@@ -137,7 +138,7 @@ def save(row: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trace and compare; exit code 1 where a row is outside its bounds."""
+    """Trace and compare; return 1 if a row is outside its bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--few", action="store_true", help="few layers of each model")
     parser.add_argument("names", nargs="*", help="these runs alone")

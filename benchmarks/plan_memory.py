@@ -1,16 +1,15 @@
-"""Bytes of a rank by ``plan`` beside the resident memory of real runs, for eleven runs on one, two and four ranks.
+"""``plan``'s bytes per rank compared with the resident memory of eleven real training runs on one, two and four ranks.
 
     python -m benchmarks.plan_memory [--quick] [--only NAME …]
 
-A run is ``deepspeed --num_gpus N launcher/pretrain.py`` for three steps; its figure is the largest resident set of rank
-0, as the kernel counts it from the program's start (``max_memory_bytes`` in metrics.jsonl). The plan is made before it
-from its config, the lengths of documents and one measured figure, ``process_bytes``: what a rank's program takes before
-it has a model worth the name, measured on as many ranks. It may be 10 % off either way.
+A training run is ``deepspeed --num_gpus N launcher/pretrain.py`` for three steps; its result is rank 0's largest
+resident set, as counted by the kernel from the program's start (``max_memory_bytes`` in metrics.jsonl). The plan is
+made before it from its config, the document lengths and one measured value, ``process_bytes``: the memory of a rank's
+program with a negligible model, measured on as many ranks. It may be 10 % off in either direction.
 
-``MALLOC_MMAP_THRESHOLD_=4194304`` is in the environment of every run: without it glibc keeps freed tensors below 32 MiB
-for itself, as many as chance has it. ``--save`` writes ``benchmarks/results/KIND/plan_memory.json``; exit code 1 when a
-figure there is outside its bound. Rows of ``--only`` take their places among those that were measured before, with
-their day.
+``MALLOC_MMAP_THRESHOLD_=4194304`` is in every training run's environment: without it glibc retains an unpredictable
+number of freed tensors below 32 MiB. ``--save`` writes ``benchmarks/results/KIND/plan_memory.json``; exit code 1 if a
+result in it is outside its bound. Rows from ``--only`` are merged into the earlier ones, with their date.
 """
 
 from __future__ import annotations
@@ -100,14 +99,14 @@ CASES = (
 
 
 def measured_process(ranks: int, folder: Path) -> Hardware:
-    """The shipped profile of a CPU with this machine's ``process_bytes``, measured on so many ranks."""
+    """Return the shipped CPU profile with this machine's ``process_bytes``, measured on this many ranks."""
     options = BenchmarkOptions(ranks=ranks, device="cpu", sizes="smallest")
     _, measured = benchmark_machine(options, folder, lambda _: None)
     return dataclasses.replace(load_hardware("cpu"), process_bytes=measured.process_bytes)
 
 
 def take_run(case: Case, data: Path, output: Path, steps: int) -> int:
-    """Bytes of the largest resident set of a run's rank 0. RuntimeError with its words where it fails."""
+    """Return the largest resident set of a training run's rank 0, in bytes. RuntimeError with its output on failure."""
     keys = case.keys | {"data.train": data, "run.output_dir": output, "train.steps": steps}
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -123,7 +122,7 @@ def take_run(case: Case, data: Path, output: Path, steps: int) -> int:
 
 
 def measure(cases: Sequence[Case], steps: int) -> Iterator[dict[str, Any]]:
-    """A row for each case; ``process_bytes`` first, for each number of ranks."""
+    """Yield a row per case; measures ``process_bytes`` first, for each number of ranks."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for ranks in sorted({case.ranks for case in cases}):
@@ -133,7 +132,7 @@ def measure(cases: Sequence[Case], steps: int) -> Iterator[dict[str, Any]]:
                 largest = max((rank.bytes for rank in plan.ranks), key=lambda b: b.peak)
                 data = write_shards(folder, case.document_tokens)
                 found = take_run(case, data, folder / f"run_{ranks}_{number}", steps)
-                # The copy of a checkpoint lies there from the first step on.
+                # The checkpoint's copy exists from the first step on.
                 needed = largest.peak + plan.copy_bytes
                 yield {
                     "name": case.name,
@@ -147,9 +146,9 @@ def measure(cases: Sequence[Case], steps: int) -> Iterator[dict[str, Any]]:
 
 
 def merged(before: dict[str, Any], rows: Sequence[dict[str, Any]], now: dict[str, Any]) -> dict[str, Any]:
-    """The result ``before`` with these rows among its own, in the order of ``CASES``, each with its day.
+    """Return the result ``before`` with these rows merged in the order of ``CASES``, each with its date.
 
-    ``now`` is the machine that measured them. ValueError where another processor measured the others.
+    ``now`` is the machine that measured them. ValueError if another processor measured the others.
     """
     if before["machine"]["processor"] != now["processor"]:
         raise ValueError(
@@ -161,12 +160,12 @@ def merged(before: dict[str, Any], rows: Sequence[dict[str, Any]], now: dict[str
 
 
 def bounds_of(rows: Sequence[dict[str, Any]]) -> list[Bound]:
-    """The bound of each row."""
+    """Return each row's bound."""
     return [Bound("error of the plan", abs(row["error"]), BOUND, case=row["name"]) for row in rows]
 
 
 def main() -> int:
-    """Measure, run, compare."""
+    """Measure, train and compare; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="runs whose names begin so; other rows stay")
     options = parse(parser, "two steps of a run in place of three")
@@ -182,7 +181,7 @@ def main() -> int:
         )
     content = {"steps": STEPS, "environment": ENVIRONMENT, "rows": rows}
     path = RESULTS / processor_kind() / "plan_memory.json"
-    # Without the other rows these are no result, and a quick row is not among them.
+    # Without the other rows these are no result, and quick rows are never saved.
     can_merge = options.only is not None and path.exists() and options.save and not options.quick
     if can_merge:
         content = merged(json.loads(path.read_text()), rows, machine())

@@ -1,4 +1,4 @@
-"""Small runs on a CPU, of which a plan says beforehand what they take: their configs and their data."""
+"""Small training runs on a CPU for comparison with plans: their configs and their data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COMMON = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run."""
+    """A training run."""
 
     name: str
     ranks: int
@@ -41,18 +41,18 @@ class Case:
     row_tokens: int
     document_tokens: int
     settings: dict[str, Any]
-    """Keys of the config beside those that follow from the fields above."""
+    """Config keys in addition to those that follow from the fields above."""
     layers: int = 4
     vocabulary: int = 8192
     experts: bool = False
     rows: int = 1
-    """Of a step."""
+    """Rows per step."""
     held_out: bool = False
-    """Whether it was first planned when the arithmetic stood."""
+    """True if it was first planned after the arithmetic was fixed."""
 
     @property
     def keys(self) -> dict[str, Any]:
-        """All keys of its config but for folders."""
+        """All config keys except folders."""
         heads = self.width // 64
         model = {
             "hidden_size": self.width,
@@ -71,13 +71,13 @@ class Case:
 
 
 def settings_of(dtype: str, stage: int, keep: str = "all", **more: Any) -> dict[str, Any]:
-    """Keys of a config; ``extra_tables`` has two underscores for the point of a name."""
+    """Return config keys; ``extra_tables`` has two underscores for the dot in a name."""
     settings = {"train.dtype": dtype, "zero.stage": stage, "train.keep": keep}
     return settings | {name.replace("__", "."): value for name, value in more.items()}
 
 
 def write_shards(folder: Path, length: int, tokens: int = _TOKENS_OF_DATA) -> Path:
-    """A shard folder of documents of one length, of so many random tokens together."""
+    """Write a shard folder of documents with one length, with this many random tokens in total."""
     from data_pipeline.prepare.sources import open_source
     from data_pipeline.prepare.train_tokenizer import train_tokenizer
     from data_pipeline.shards.shard_writer import EncodedDocument, ShardWriter
@@ -105,12 +105,12 @@ def write_shards(folder: Path, length: int, tokens: int = _TOKENS_OF_DATA) -> Pa
 
 
 def config_of(case: Case, data: str = "", output: str = "") -> RunConfig:
-    """Its config."""
+    """Return its config."""
     keys = case.keys | {"data.train": data or "nothing", "run.output_dir": output or "nowhere"}
     return load_run_config([word for key, value in keys.items() for word in (f"--{key}", str(value))])
 
 
 def planned(case: Case, hardware: Hardware) -> RunEstimate:
-    """The plan's estimate."""
+    """Return the plan's estimate."""
     world = World(ranks=case.ranks, ranks_per_node=case.ranks)
     return estimate_run(config_of(case), world, hardware, document_tokens=case.document_tokens)

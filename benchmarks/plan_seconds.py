@@ -1,15 +1,16 @@
-"""Seconds of a step by ``plan --device measured`` beside those of real runs, for ten runs on one, two and four ranks.
+"""Seconds per step by ``plan --device measured``, compared with ten real training runs on one, two and four ranks.
 
     python -m benchmarks.plan_seconds [--cpu-time] [--quick] [--only NAME …]
 
-For each number of ranks the machine is measured by that many processes (``longctx measure --ranks N``) right before
-its runs. A run is ``pretrain``'s own loop on as many gloo ranks with a thread each: after two steps the median of
-five. The plan knows the config, the lengths of documents and that profile; nothing was fitted to these runs, and three
-of them (``held out``) were first planned when it stood. A step of the slowest rank may be 15 % off the plan.
+For each number of ranks the machine is measured by that many processes (``longctx measure --ranks N``) right before its
+training runs. A training run is ``pretrain``'s own loop on as many gloo ranks with a thread each: after two steps the
+median of five. The plan knows the config, the document lengths and that profile; nothing was fitted to these training
+runs, and three of them (``held out``) were first planned after the plan was complete. The slowest rank's step may be 15
+% off the plan.
 
-Time is what passes. ``--cpu-time`` counts CPU seconds of the busiest rank instead, as often as ranks share a core, in
-profile and runs alike: for a machine on which other programs run. ``--save`` writes
-``benchmarks/results/KIND/plan_seconds.json``; exit code 1 when a figure is outside its bound.
+Time is wall time. ``--cpu-time`` counts the busiest rank's CPU seconds instead, multiplied by the ranks per core, in
+both profile and training runs: for a machine with other programs. ``--save`` writes
+``benchmarks/results/KIND/plan_seconds.json``; exit code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -104,14 +105,14 @@ CASES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Seconds of the steps of a rank."""
+    """Seconds of a rank's steps."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
 
 def take_steps(case: Case, data: str, output: str, steps: int) -> Steps:
-    """Steps of the run on this rank, after a few that prepare it."""
+    """Take the training run's steps on this rank, after a few to warm up."""
     import torch
 
     from launcher.training.setup import build_run
@@ -132,7 +133,7 @@ def take_steps(case: Case, data: str, output: str, steps: int) -> Steps:
 
 
 def measured_seconds(of_ranks: Sequence[Steps], *, cpu_time: bool) -> float:
-    """A step of the slowest rank, the median of several."""
+    """Return the slowest rank's step, the median of several."""
     if not cpu_time:
         return max(statistics.median(steps.wall) for steps in of_ranks)
     share = max(1.0, len(of_ranks) / len(os.sched_getaffinity(0)))
@@ -140,7 +141,7 @@ def measured_seconds(of_ranks: Sequence[Steps], *, cpu_time: bool) -> float:
 
 
 def measure(cases: Sequence[Case], *, cpu_time: bool, steps: int) -> Iterator[dict[str, Any]]:
-    """A row for each case; the profile first, for each number of ranks."""
+    """Yield a row per case; measures the profile first, for each number of ranks."""
     from launcher.measure.run_benchmarks import BenchmarkOptions, benchmark_machine
 
     with tempfile.TemporaryDirectory() as place:
@@ -174,7 +175,7 @@ def _row(case: Case, run: RunEstimate, found: Sequence[Steps], *, cpu_time: bool
 
 
 def main() -> int:
-    """Measure, run, compare, save."""
+    """Measure, train, compare and save; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds in place of time that passes")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="runs whose names begin so; nothing is saved")

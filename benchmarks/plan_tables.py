@@ -1,4 +1,4 @@
-"""Headings and rows of the tables of ``plan``: its seconds and memory beside real runs, its bytes beside the trace."""
+"""Headings and rows for the tables of ``plan``: seconds and memory compared with training, bytes with the trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Table = tuple[Sequence[str], list[tuple[str, ...]]]
 
 
 def of_seconds(result: dict[str, Any]) -> Table:
-    """The plan's seconds of a step, and those of the run."""
+    """Return the plan's seconds per step, and the training run's."""
     unit = "s"
     if result["cpu_time"]:
         unit = "CPU s"
@@ -27,7 +27,7 @@ def of_seconds(result: dict[str, Any]) -> Table:
 
 
 def of_memory(result: dict[str, Any]) -> Table:
-    """The plan's bytes of a rank, and the resident memory of the run."""
+    """Return the plan's bytes per rank, and the training run's resident memory."""
     head = ("run", "ranks", "planned", "the run", "error")
     rows = []
     for row in result["rows"]:
@@ -40,7 +40,7 @@ def of_memory(result: dict[str, Any]) -> Table:
 
 
 def of_bytes(result: dict[str, Any]) -> Table:
-    """The plan's bytes of a rank, and those of the trace."""
+    """Return the plan's bytes per rank, and the trace's."""
     head = ("run", "layers", "traced: kept + passing", "planned", "error", "traced: peak", "planned", "error")
     rows = []
     for row in result["rows"]:

@@ -1,17 +1,17 @@
-"""Pretraining of encoders beside transformers: what is learned of masked tokens and of two segments.
+"""Pretraining of encoders compared with transformers: accuracy on masked tokens and on two segments.
 
     python -m benchmarks.pretraining [--help-pages FOLDER] [--only nsp sop masks] [--seeds 0 1 2] [--quick]
 
 Texts are the English pages of LibreOffice's help (Debian's ``libreoffice-help-en-us``) with their paragraphs, 4,000
-pieces of WordPiece; without it, Python's standard library. ``nsp`` trains ``BertForPreTraining`` of width 192 and 4
-layers, and ours from the same weights on the same examples by the same AdamW, float32, without dropout; ``sop`` does
+WordPiece tokens; without it, Python's standard library. ``nsp`` trains ``BertForPreTraining`` with width 192 and 4
+layers, and ours from the same weights on the same examples with the same AdamW, float32, without dropout; ``sop`` does
 so with ``AlbertForPreTraining``, on the first 80 words of each page: in the middle of a help page the order of two
-paragraphs says little. ``masks`` compares masks that change with each epoch with those
-that stay, after ten epochs of ours on a fifth of the pages. Figures are of held-out rows, masked alike each time;
-beside the pair head's accuracy stands that of the best threshold of common tokens.
+paragraphs carries little information. ``masks`` compares masks that change with each epoch with constant ones, after
+ten epochs of ours on a fifth of the pages. Results are over held-out rows, masked in the same way each time; the pair
+head's accuracy is compared with that of the best threshold on common tokens.
 
-``--save`` writes ``benchmarks/results/KIND/pretraining.json``, where rows of other cases and seeds stay: each takes
-minutes of a core, and two processes may share them. Exit code 1 when a mean over seeds is outside its bound.
+``--save`` writes ``benchmarks/results/KIND/pretraining.json``, which keeps rows of other cases and seeds: each takes
+minutes on a core, and two processes may divide them. Exit code 1 if a mean over seeds is outside its bound.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HELD_OUT_ROWS, EPOCHS, FIRST_WORDS = 256, 10, 80
 ACCURACY_BOUND = 0.005
 PAIR_BOUND = {"nsp": 0.7, "sop": 0.6}
 _FEW = ["*[05].txt", "[a-c]*.py"]
-"""A fifth of the pages; of the standard library some files."""
+"""A fifth of the pages, or some files of the standard library."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Corpus:
     firsts: Path
     """Their beginnings."""
     few: Path
-    """A fifth of the pages, whole, which ten epochs go through in minutes."""
+    """A fifth of the pages, uncut, for which ten epochs take minutes."""
     tokenizer: Any
 
 
 def prepare(folder: Path, help_pages: Path) -> Corpus:
-    """Write the pages as texts, a paragraph a line, train a tokenizer, and build the shards."""
+    """Write the pages as texts with a paragraph per line, train a tokenizer, and build the shards."""
     from data_pipeline.prepare.build_shards import build_shards
     from data_pipeline.prepare.sources import open_source
     from data_pipeline.prepare.train_tokenizer import train_tokenizer
@@ -87,7 +87,7 @@ def prepare(folder: Path, help_pages: Path) -> Corpus:
 
 
 def first_words(paragraphs: Sequence[str]) -> list[str]:
-    """The paragraphs up to ``FIRST_WORDS`` words in all."""
+    """Return the paragraphs up to ``FIRST_WORDS`` words in total."""
     found, left = [], FIRST_WORDS
     for paragraph in paragraphs:
         words = paragraph.split()[:left]
@@ -98,7 +98,7 @@ def first_words(paragraphs: Sequence[str]) -> list[str]:
 
 
 def packing(kind: str) -> dict[str, Any]:
-    """How rows are read."""
+    """Return the packing rule for a kind."""
     from data_pipeline.rows.pack import Packing
     from data_pipeline.rows.text_segments import SegmentRule
 
@@ -106,7 +106,7 @@ def packing(kind: str) -> dict[str, Any]:
 
 
 def batches(corpus: Corpus, kind: str, *, seed: int = 0, static: bool = False) -> Any:
-    """The loader of training rows; of no ``kind`` texts are read as they are."""
+    """Return the loader of training rows; without ``kind`` texts are read unchanged."""
     from data_pipeline.loader import build_loader
     from data_pipeline.rows.token_masking import MaskRule
 
@@ -115,7 +115,7 @@ def batches(corpus: Corpus, kind: str, *, seed: int = 0, static: bool = False) -
 
 
 def held_out(corpus: Corpus, kind: str) -> Any:
-    """The loader of held-out rows."""
+    """Return the loader of held-out rows."""
     from data_pipeline.loader import build_validation_loader
     from data_pipeline.rows.token_masking import MaskRule
 
@@ -124,7 +124,7 @@ def held_out(corpus: Corpus, kind: str) -> Any:
 
 
 def stock(kind: str, tokenizer: Any, seed: int = 0) -> nn.Module:
-    """transformers' model of a kind."""
+    """Build transformers' model of a kind."""
     import transformers
 
     sizes = {"vocab_size": tokenizer.vocab_size, "hidden_size": 192, "num_attention_heads": 4, "intermediate_size": 768}
@@ -141,7 +141,7 @@ def stock(kind: str, tokenizer: Any, seed: int = 0) -> nn.Module:
 
 
 def padded_step(model: Any, batch: Batch, kind: str) -> Tensor:
-    """transformers' loss of a batch: its documents padded."""
+    """Return transformers' loss on a batch with its documents padded."""
     assert batch.segments is not None
     assert batch.order is not None
     bounds, padding = batch.documents.bounds, set(batch.documents.padding or ())
@@ -162,7 +162,7 @@ def padded_step(model: Any, batch: Batch, kind: str) -> Tensor:
 
 @torch.no_grad()
 def figures(decoder: Any, corpus: Corpus, kind: str) -> dict[str, float]:
-    """Accuracy of masked tokens and of pairs on held-out rows."""
+    """Return the accuracy on masked tokens and on pairs over held-out rows."""
     from launcher.evaluation.masked_evaluation import MaskedScores, word_overlap_accuracy
 
     decoder.eval()
@@ -179,7 +179,7 @@ def figures(decoder: Any, corpus: Corpus, kind: str) -> dict[str, float]:
 
 
 def measure_pairs(corpus: Corpus, kind: str, seed: int, steps: int) -> dict[str, Any]:
-    """Both sides' learning of one kind of pairs."""
+    """Train both sides on one kind of pairs; return their accuracies."""
     from longctx.objectives.build import Objective, build_objective
 
     if kind == "sop":
@@ -210,7 +210,7 @@ def measure_pairs(corpus: Corpus, kind: str, seed: int, steps: int) -> dict[str,
 
 
 def measure_masks(corpus: Corpus, steps: int | None) -> dict[str, Any]:
-    """What ours learns of masks that change with each epoch, and of masks that stay."""
+    """Train ours with masks that change with each epoch, and with constant masks; return the accuracies."""
     from longctx.objectives.build import Objective, build_objective
 
     corpus, found = replace(corpus, folder=corpus.few), {}
@@ -229,7 +229,7 @@ def measure_masks(corpus: Corpus, steps: int | None) -> dict[str, Any]:
 
 
 def bounds(rows: Sequence[dict[str, Any]]) -> Iterator[Bound]:
-    """What the figures of one kind of pairs may be, as means over seeds."""
+    """Return the bounds on the results for one kind of pairs, as means over seeds."""
     for case in ("nsp", "sop"):
         last = [(row["longctx"][-1], row["transformers"][-1]) for row in rows if row["case"] == case]
         if not last:
@@ -242,7 +242,7 @@ def bounds(rows: Sequence[dict[str, Any]]) -> Iterator[Bound]:
 
 
 def with_saved(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """These rows among those that were saved on this kind of processor, in order."""
+    """Return these rows merged, in order, with the saved ones for this kind of processor."""
     path = RESULTS / processor_kind() / "pretraining.json"
     known = []
     # Read after the measuring: another process may have saved others meanwhile.
@@ -253,7 +253,7 @@ def with_saved(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Print what is learned, save it, and fail when a figure is outside its bound."""
+    """Print and save what the models learned; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--help-pages", type=Path, default=Path("/usr/share/libreoffice/help"), help="LibreOffice's help"
@@ -261,7 +261,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="cases to run")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="seeds of weights and examples")
     options = parse(parser, quick="20 steps of one seed")
-    torch.set_num_threads(1)  # matrices so small
+    torch.set_num_threads(1)  # matrices are small
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare(Path(folder), options.help_pages)
         rows: list[dict[str, Any]] = []
@@ -269,13 +269,13 @@ def main() -> int:
         for case in options.only:
             for seed in _seeds(case, options):
                 rows.append(measure(corpus, case, seed, quick=options.quick))
-                # Row by row: what was measured stays if the next one is cut off.
+                # Row by row, so that a later interruption keeps earlier measurements.
                 code = judge(rows, options)
     return code
 
 
 def judge(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> int:
-    """Print the bounds that do not hold, and save the rows among those of before; returns the exit code."""
+    """Print the missed bounds, and merge the rows into the saved ones; return the exit code."""
     if options.save and not options.quick:
         rows = with_saved(rows)
     content = {"steps": STEPS, "rows_of_a_step": ROWS, "row_tokens": ROW_TOKENS, "rows": list(rows)}
@@ -283,14 +283,14 @@ def judge(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> int:
 
 
 def _seeds(case: str, options: argparse.Namespace) -> Sequence[int]:
-    """Masks are compared once; a quick run has one seed."""
+    """Return the seeds: masks are compared once, and a quick run has one seed."""
     if case == "masks":
         return SEEDS[:1]
     return options.seeds[:1] if options.quick else options.seeds
 
 
 def measure(corpus: Corpus, case: str, seed: int, *, quick: bool) -> dict[str, Any]:
-    """One row."""
+    """Measure one row."""
     if case == "masks":
         return measure_masks(corpus, 20 if quick else None)
     return measure_pairs(corpus, case, seed, 20 if quick else STEPS[case])

@@ -1,11 +1,12 @@
-"""The training script with one step under PyTorch's profiler; ``deepspeed`` or ``torchrun`` start it as pretrain.py.
+"""The training script with one step under PyTorch's profiler; ``deepspeed`` or ``torchrun`` start it like pretrain.py.
 
     deepspeed --num_gpus 8 benchmarks/profiled.py --profile profile.json.gz --profiled-step 4 --config …
 
-Rank 0 writes a Chrome trace (chrome://tracing, Perfetto) of that step, and beside it the operations that took longest.
-The run ends there, without a checkpoint; without ``--profile`` it ends before that step. A name that ends in .gz is
-compressed, to about a fifteenth. Shapes and allocations are recorded with ``--shapes`` alone: they make the file some
-times larger. A step of few layers says as much as one of all, and its file stays small: ``--model.num_layers 2``.
+Rank 0 writes a Chrome trace (chrome://tracing, Perfetto) of that step, and next to it the operations that took longest.
+Training ends there, without a checkpoint; without ``--profile`` it ends before that step. A name that ends in .gz is
+compressed, to about a fifteenth. Shapes and allocations are recorded only with ``--shapes``: they make the file several
+times larger. A step with few layers is as informative as one with all, and its file stays small: ``--model.num_layers
+2``.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # The script's own folder would shadow top-level modules of the same names.
+    # The script's own folder would shadow top-level modules with the same names.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, one step of it under the profiler; returns the exit code."""
+    """Train with one step under the profiler; return the exit code."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], epilog="All other flags are pretrain.py's.", allow_abbrev=False
     )
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(settings: list[str], path: Path | None, step: int, *, shapes: bool) -> None:
     import torch
 
-    # DeepSpeed decides on a device when it is imported, which happens here earlier than in a plain run.
+    # DeepSpeed chooses a device when it is imported, which happens earlier here than in normal training.
     accelerator = "cpu"
     if torch.cuda.is_available() and "cpu" not in settings:
         accelerator = "cuda"
@@ -52,7 +53,7 @@ def _train(settings: list[str], path: Path | None, step: int, *, shapes: bool) -
 
 
 def profiled(plain: type, path: Path | None, step: int, *, shapes: bool = False) -> type:
-    """A ``TrainStep`` that is profiled when it takes this step, and ends the run after it; before it without a path."""
+    """Return a ``TrainStep`` that profiles this step and then ends training; without a path it ends before the step."""
     from torch.profiler import ProfilerActivity, profile
 
     class ProfiledStep(plain):
@@ -74,7 +75,7 @@ def profiled(plain: type, path: Path | None, step: int, *, shapes: bool = False)
                 table = recorded.key_averages().table(sort_by=by, row_limit=40)
                 text = path.with_name(f"{path.name.removesuffix('.gz').removesuffix('.json')}.txt")
                 text.write_text(f"{table}\n")
-            # What follows is of no interest, and a checkpoint of many gigabytes.
+            # Skip the remaining steps, and a checkpoint of many gigabytes.
             raise SystemExit(0)
 
     return ProfiledStep

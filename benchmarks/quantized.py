@@ -1,14 +1,14 @@
-"""Import of quantised folders of one GB: seconds, peak memory, and the bits beside each scheme's formula.
+"""Import of quantized folders with one GB: seconds, peak memory, and bits compared with each scheme's formula.
 
     python -m benchmarks.quantized [--quick]
 
-* fp8: a Qwen3 whose projections are E4M3 with a float32 scale for 128 × 128 values, as DeepSeek-V3 and Qwen are
-  released; ``channel`` the same with a bfloat16 scale a row (compressed-tensors).
-* mxfp4: a gpt-oss whose experts are E2M1 with a scale for 32 values.
+* fp8: a Qwen3 whose projections are E4M3 with a float32 scale per 128 × 128 values, as in DeepSeek-V3's and Qwen's
+  releases; ``channel`` the same with a bfloat16 scale per row (compressed-tensors).
+* mxfp4: a gpt-oss whose experts are E2M1 with a scale per 32 values.
 
-Each folder is imported in a process of its own, which has imported a small one before; memory is what it rises by, at
-most one tensor in float32 and 200 MB. Then every quantised tensor of the checkpoint is compared with the formula.
-Exit code 1 when a row is outside its bounds; ``benchmarks/results/KIND/quantized.json`` keeps the figures.
+Each folder is imported in its own process, which has imported a small one before; memory is the increase, at most one
+tensor in float32 and 200 MB. Then every quantized tensor in the checkpoint is compared with the formula. Exit code 1 if
+a row is outside its bounds; ``benchmarks/results/KIND/quantized.json`` keeps the results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ print(time.perf_counter() - start, (kib("VmHWM") - before) * 1024)
 
 
 def qwen3(layers: int, width: int) -> dict[str, Any]:
-    """The config of a Qwen3."""
+    """Return a Qwen3 config."""
     return {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "hidden_size": width,
         "intermediate_size": 4 * width, "num_hidden_layers": layers, "num_attention_heads": width // 128,
@@ -63,7 +63,7 @@ def qwen3(layers: int, width: int) -> dict[str, Any]:
 
 
 def gpt_oss(layers: int, width: int) -> dict[str, Any]:
-    """The config of a gpt-oss."""
+    """Return a gpt-oss config."""
     return {
         "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 1000, "hidden_size": width,
         "intermediate_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 64,
@@ -73,7 +73,7 @@ def gpt_oss(layers: int, width: int) -> dict[str, Any]:
 
 
 def of_qwen3(config: dict[str, Any], scheme: str, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    """The tensors on disk, projections with their scales."""
+    """Return the tensors on disk, projections with their scales."""
     M, F, D = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     yield "model.embed_tokens.weight", torch.randn(config["vocab_size"], M, generator=generator).bfloat16()
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
@@ -98,7 +98,7 @@ def of_qwen3(config: dict[str, Any], scheme: str, generator: torch.Generator) ->
 
 
 def of_gpt_oss(config: dict[str, Any], generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    """The tensors on disk, experts packed."""
+    """Return the tensors on disk, experts packed."""
     M, F, D, E = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim", "num_local_experts"))
 
     def plain(*shape: int) -> Tensor:
@@ -130,7 +130,7 @@ def of_gpt_oss(config: dict[str, Any], generator: torch.Generator) -> Iterator[t
 
 
 def write(folder: Path, scheme: str, layers: int, width: int) -> int:
-    """Write a folder of random quantised weights; returns the bytes of its tensors."""
+    """Write a folder of random quantized weights; return its tensors' bytes."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(0)
     if scheme == "mxfp4":
@@ -160,7 +160,7 @@ def write(folder: Path, scheme: str, layers: int, width: int) -> int:
 
 
 def wanted(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Each quantised tensor as the formula has it, by its name in a checkpoint or in files."""
+    """Yield each quantized tensor from the formula, by its name in a checkpoint or in files."""
     files = [SafetensorsFile(path) for path in sorted(folder.glob("*.safetensors"))]
     found = {name: file for file in files for name in file.names()}
 
@@ -186,7 +186,7 @@ def wanted(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def compare(folder: Path, checkpoint: Path) -> tuple[int, int]:
-    """How many quantised tensors there are, and how many of them the checkpoint holds to the last bit."""
+    """Return the number of quantized tensors, and how many of them are bitwise equal in the checkpoint."""
     reader, count, equal = CheckpointReader(checkpoint), 0, 0
     for name, tensor in wanted(folder):
         count += 1
@@ -201,7 +201,7 @@ def compare(folder: Path, checkpoint: Path) -> tuple[int, int]:
 
 
 def measure(scheme: str, layers: int, width: int) -> dict[str, Any]:
-    """Write a folder, import it, compare it."""
+    """Write a folder, import it, and compare it."""
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         write(place / "small", scheme, 1, 256)
@@ -220,7 +220,7 @@ def measure(scheme: str, layers: int, width: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the rows, save them, and fail when a figure is outside its bound."""
+    """Print and save the rows; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, quick="folders of some MB")
     sizes = {"fp8": (15, 2048), "channel": (15, 2048), "mxfp4": (10, 2048)}

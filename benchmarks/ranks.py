@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 PRELOAD = (
     *("parallel.attention", "deepspeed.sequence.layer", "deepspeed.runtime.sequence_parallel.ulysses_sp"),
-    "torch.fx.experimental.symbolic_shapes",  # a backward pass from a given gradient imports it, 30 MiB, the first time
+    "torch.fx.experimental.symbolic_shapes",  # a backward pass from a given gradient imports it on first use, 30 MiB
 )
-"""Imported once, in the server that workers are forked from: with many ranks imports would take most of the time."""
+"""Imported once, in the server from which workers are forked: with many ranks imports would take most of the time."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""glibc's names of what ``mallopt`` sets."""
+"""glibc's constants for ``mallopt``."""
 
 
 def run_ranks(
@@ -36,10 +36,10 @@ def run_ranks(
     timeout: float = 1800,
     preload: Sequence[str] = PRELOAD,
 ) -> list[Any]:
-    """What ``function(*arguments)`` returns on each of ``degree`` gloo ranks, new processes with one thread each.
+    """Return ``function(*arguments)``'s result from each of ``degree`` gloo ranks, new processes with one thread each.
 
-    ``function`` must be a module's. RuntimeError with the traceback when one fails, or ``timeout`` seconds are over.
-    The server that workers are forked from imports ``preload`` when it starts, with the first call.
+    ``function`` must be a module's. RuntimeError with the traceback if one fails, or after ``timeout`` seconds. The
+    server from which workers are forked imports ``preload`` when it starts, with the first call.
     """
     os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")  # read when the server starts
     context = multiprocessing.get_context("forkserver")
@@ -63,7 +63,7 @@ def run_ranks(
 
 
 def _join_all(workers: Sequence[Any], timeout: float) -> None:
-    """Wait until all have ended, one has failed, or time is up."""
+    """Wait until all have ended, one has failed, or the timeout has passed."""
     deadline = time.monotonic() + timeout
     running = list(workers)
     while running and time.monotonic() < deadline and not any(worker.exitcode for worker in workers):
@@ -86,7 +86,7 @@ def _worker(rank: int, degree: int, folder: Path, function: Callable[..., Any], 
 
 
 def cpu_seconds(action: Callable[[], Any]) -> float:
-    """CPU time of this process, all its threads, from a common start to the end of ``action``."""
+    """Return this process's CPU time, over all threads, from a common start to the end of ``action``."""
     dist.barrier()
     start = time.process_time()
     action()
@@ -94,21 +94,21 @@ def cpu_seconds(action: Callable[[], Any]) -> float:
 
 
 def alternate(actions: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
-    """CPU seconds of each action: the smallest of the rounds, in which they take turns, so that noise meets all."""
+    """Return each action's CPU seconds: the minimum over rounds in which they take turns, so that noise affects all."""
     seconds = [[cpu_seconds(action) for action in actions] for _ in range(rounds)]
     return [min(of) for of in zip(*seconds, strict=True)]
 
 
 def with_resident_rise(action: Callable[[], Any]) -> tuple[Any, float]:
-    """What ``action`` returns, and by how many MiB resident memory peaked over what it was before."""
-    if sys.platform != "linux":  # the peak of the process's whole life: at most too small
+    """Return ``action``'s result, and the increase in peak resident memory in MiB."""
+    if sys.platform != "linux":  # the peak since the process's start: at most too small
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         result = action()
         unit = 1 << 20 if sys.platform == "darwin" else 1 << 10
         return result, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
-        trim(0)  # freed memory that is still resident would be used again unseen
+        trim(0)  # reusing freed memory that is still resident would not show
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _kibibytes("VmRSS")
     result = action()
@@ -116,9 +116,9 @@ def with_resident_rise(action: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def return_freed_memory() -> None:
-    """Let this process give memory back as soon as it is freed, where the C library can be told so (glibc).
+    """Make this process return freed memory at once, if the C library supports it (glibc).
 
-    As it comes, glibc holds back more and more of it, by chance: up to several MiB that nobody uses.
+    By default glibc retains an unpredictable, growing amount: up to several MiB of unused memory.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

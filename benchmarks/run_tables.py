@@ -1,4 +1,4 @@
-"""The tables of what surrounds a run's steps: start, corpus, saves, silent errors; and of tuning beside TRL."""
+"""Tables for everything around training steps: start, corpus, saves, silent errors; and for tuning beside TRL."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from benchmarks.hybrids import name_of
 
 Table = tuple[list[str], list[list[str]]]
-"""Head and rows."""
+"""Headings and rows."""
 _FIRST = 256
-"""Positions that are one bin of a table."""
+"""Positions in a table's first bin."""
 _ORIGINS = {"new": "new", "weights": "weights of a checkpoint", "resumed": "resumed, with moments"}
 
 
 def of_starts(result: dict[str, Any]) -> Table:
-    """Memory and time of a start by stage, of the state before and of today's."""
+    """Return a start's memory and time by stage, before and now."""
     before = {_start_case(row): row for row in result["before"]}
     lines = []
     for row in result["rows"]:
@@ -24,7 +24,7 @@ def of_starts(result: dict[str, Any]) -> Table:
         figures = [_start_change(old, row, of) for of in ("peak", "cpu_seconds")]
         stage = f"{row['stage']}, {row['dtype']}"
         lines.append([size, _ORIGINS[row["origin"]], stage, f"{row['share']:.1f}", limit, *figures])
-    head = ["parameters", "begins", "ZeRO", "share, GiB", "limit, GiB", "peak, GiB", "CPU s, each rank"]
+    head = ["parameters", "begins", "ZeRO", "shard, GiB", "limit, GiB", "peak, GiB", "CPU s, each rank"]
     return head, lines
 
 
@@ -33,14 +33,14 @@ def _start_case(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _start_change(old: dict[str, Any], row: dict[str, Any], of: str) -> str:
-    """The figure of today, after that of the state before where there is one."""
+    """Return today's value, after the earlier one if there is one."""
     if of in old:
         return f"{old[of]:.1f} → **{row[of]:.1f}**"
     return f"{row[of]:.1f}"
 
 
 def of_corpora(result: dict[str, Any]) -> Table:
-    """Seconds and memory to a first batch, by documents."""
+    """Return seconds and memory to a first batch, by document count."""
     head = ["documents", "shards", "first batch", "of it CPU", "memory", "not of files"]
     head += ["middle of an epoch", "plan alone, files not in the cache"]
     return head, [_corpus_row(row) for row in result["starts"]]
@@ -61,8 +61,15 @@ def _corpus_row(row: dict[str, Any]) -> list[str]:
 
 
 def of_blocks(result: dict[str, Any]) -> Table:
-    """What a block is, and what it costs, by tokens of a row."""
-    head = ["tokens of a row", "blocks", "documents of a block", "its rows", "padding", "planned a second of CPU"]
+    """Return an epoch block's contents and cost, by row length."""
+    head = [
+        "tokens of a row",
+        "epoch blocks",
+        "documents of an epoch block",
+        "its rows",
+        "padding",
+        "planned a second of CPU",
+    ]
     return head, [_blocks_row(row) for row in result["blocks"]]
 
 
@@ -78,14 +85,14 @@ def _blocks_row(row: dict[str, Any]) -> list[str]:
 
 
 def of_saves(result: dict[str, Any]) -> Table:
-    """Wall seconds of each contender, in the order in which they took turns."""
+    """Return each contender's wall seconds, in the order in which they took turns."""
     head = ["", "saved, s", "loaded, s"]
     seconds = result["files"]["seconds"]
     return head, [[name, f"{of['save']:.2f}", f"{of['load']:.2f}"] for name, of in seconds.items()]
 
 
 def of_sums(result: dict[str, Any]) -> Table:
-    """What sums of messages and comparisons of replicas take of a step."""
+    """Return the cost per step of message checksums and replica comparisons."""
     head = ["case", "step, CPU s", "messages", "MiB summed", "predicted, s", "measured, s", "share", "replicas, s"]
     return [*head, "every 20"], [_sums_row(row) for row in result["rows"]]
 
@@ -105,18 +112,18 @@ def _sums_row(row: dict[str, Any]) -> list[str]:
 
 
 def of_tuning(result: dict[str, Any]) -> Table:
-    """The losses of twenty steps of tuning, and the CPU seconds of one, beside TRL's."""
+    """Return the losses of twenty tuning steps, and CPU seconds per step, compared with TRL's."""
     bounds, seconds = result["bounds"], result["seconds"]["cpu_seconds"]
     rows = [[bound["case"] or "a row each", f"{bound['figure']:.1e}", f"{bound['limit']:.0e}"] for bound in bounds[:-2]]
     rows = [[f"losses, {case}", *figures] for case, *figures in rows]
     for whose, bound in zip(("padded", "packed"), bounds[-2:], strict=True):
         figure = f"{seconds['ours']:.1f} / {seconds[whose]:.1f} = **{bound['figure']:.2f}**"
         rows.append([f"CPU seconds over TRL's, {whose}", figure, f"{bound['limit']:.1f}"])
-    return ["beside TRL", "figure", "bound"], rows
+    return ["beside TRL", "result", "bound"], rows
 
 
 def of_quantized(result: dict[str, Any]) -> Table:
-    """Imports of quantised folders."""
+    """Return imports of quantized folders."""
     head = ["scheme", "on disk", "seconds", "memory rises by", "a tensor in float32", "equal to the formula"]
     lines = []
     for row in result["rows"]:
@@ -127,7 +134,7 @@ def of_quantized(result: dict[str, Any]) -> Table:
 
 
 def of_delta(result: dict[str, Any]) -> Table:
-    """The gated delta rule beside transformers', and over two ranks."""
+    """Return the gated delta rule compared with transformers', and over two ranks."""
     head = ["", "tokens", "transformers, or two processes apart", "ours, or two ranks", "ratio", "bytes sent a pass"]
     lines = []
     for row in result["rows"]:
@@ -142,7 +149,7 @@ def of_delta(result: dict[str, Any]) -> Table:
 
 
 def of_hybrids(result: dict[str, Any]) -> Table:
-    """Needles found, and losses by position, of full attention and of the hybrid."""
+    """Return needles found, and losses by position, for full attention and the hybrid."""
     lines = []
     rows = {name_of(row): row for row in result["rows"]}
     for row in result["rows"]:
@@ -164,7 +171,9 @@ def of_hybrids(result: dict[str, Any]) -> Table:
 
 
 def of_young_experts(result: dict[str, Any]) -> Table:
-    """Loads of the quickstart's experts, and its held-out loss beside the token frequencies, by corpus and part."""
+    """Return the quickstart's expert loads, and its held-out loss relative to the token frequencies, by corpus and
+    variant.
+    """
     lines = []
     for row in result["rows"]:
         without = "–" if row["variant"] == "the quickstart" else row["variant"]
@@ -174,7 +183,9 @@ def of_young_experts(result: dict[str, Any]) -> Table:
 
 
 def _wide_bins(bins: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """The bins, with one for all positions up to ``_FIRST``: rows have the same length, so each counts by its width."""
+    """Return the bins with one for all positions up to ``_FIRST``: rows have the same length, so each counts by its
+    width.
+    """
     first = [one for one in bins if one["stop"] <= _FIRST]
     loss = sum(one["loss"] * (one["stop"] - one["start"]) for one in first) / _FIRST
     return [{"start": 0, "stop": _FIRST, "loss": loss}, *(one for one in bins if one["stop"] > _FIRST)]

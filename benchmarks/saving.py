@@ -1,14 +1,14 @@
-"""Saving and loading checkpoints: how long training waits, what its next steps cost, and a file of 1 GiB beside peers.
+"""Saving and loading checkpoints: training's wait, the next steps' cost, and a file of 1 GiB compared with peers.
 
     python -m benchmarks.saving [--quick]
 
-First a run of 83 million parameters on two ranks: how long a save blocks beside one that is waited for, CPU seconds of
-the main thread in the slower of the two steps after it beside steps without any; then the memory that saves take: the
-highest peak of as many steps with saves and without, in ranks that give memory back when it is freed. Then one process
-writes and reads 1 GiB of float32: every contender syncs files and folder, and fills existing tensors from files that
-are not in the page cache; ours hashes what it writes, and every block before a value of it is used. Figures are the
-smallest of rounds that take turns. ``--save`` writes ``benchmarks/results/KIND/saving.json``; exit code 1 when a figure
-is outside its bound.
+First a training run with 83 million parameters on two ranks: the time a background save blocks training compared with a
+synchronous one; CPU seconds of the main thread in the slower of the two steps after it, compared with steps without a
+save; then the memory for saves: the peak over as many steps with saves and without, in ranks that return freed memory
+at once. Then one process writes and reads 1 GiB of float32: every contender syncs files and folder, and fills existing
+tensors from files outside the page cache; ours hashes what it writes, and verifies every checksum block before a value
+in it is used. Results are the minimum over rounds that take turns. ``--save`` writes
+``benchmarks/results/KIND/saving.json``; exit code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from parallel.zero.zero_state import StatePiece
 RANKS = 2
 GIB = 1 << 30
 VALUES = 4 << 20
-"""Of each tensor: 16 MiB."""
+"""Values per tensor: 16 MiB."""
 PRELOAD = ("launcher.training.setup", "launcher.checkpoint.background_saver", "deepspeed.module_inject")
 MODEL = {
     "model.vocab_size": 32_000,
@@ -64,14 +64,16 @@ MODEL = {
     "checkpoint.keep_last": 1,
 }
 SLOWER, BLOCKS, CPU, COPIES = 1.15, 0.25, 1.05, 1.1
-"""The most: times the quickest peer, of a waited-for save, of a step's CPU seconds, copies of what a rank owns."""
+"""Upper limits: over the fastest peer, over a synchronous save, over a step's CPU seconds, copies of a rank's own
+bytes.
+"""
 
 
 # ------------------------------------------------------------------------------------------------ a run that saves
 
 
 class SavingRun:
-    """A run of 83 million parameters that takes steps and saves when it is told to."""
+    """A training run with 83 million parameters that takes steps and saves on request."""
 
     def __init__(self, data: Path, output: Path, settings: dict[str, Any]) -> None:
         """Build it, and take the first step."""
@@ -86,7 +88,7 @@ class SavingRun:
         self._progress, _ = self._take(self._run.progress)
 
     def step(self, *, saver: bool = True) -> float:
-        """A step, of which the saver is told or not; CPU seconds of this thread."""
+        """Take a step, with or without the saver; return this thread's CPU seconds."""
         began = time.thread_time()
         self._progress, record = self._take(self._progress)
         if saver:
@@ -94,7 +96,7 @@ class SavingRun:
         return time.thread_time() - began
 
     def save(self, *, wait: bool) -> float:
-        """Begin a save; seconds until training may go on."""
+        """Begin a save; return the seconds until training may continue."""
         began, step = time.perf_counter(), self._progress.step
         self._run.saver.save(step=step, training={"step": step}, loss=9.0, wait=wait)
         return time.perf_counter() - began
@@ -104,7 +106,7 @@ class SavingRun:
         self._run.saver.finish()
 
     def owned_bytes(self) -> int:
-        """Bytes that this rank writes of a checkpoint."""
+        """Return the bytes that this rank writes per checkpoint."""
         from launcher.checkpoint.host_copy import host_copy_bytes
 
         return host_copy_bytes(self._run.engine.owned_pieces())
@@ -115,13 +117,13 @@ class SavingRun:
 
 
 def seconds_of_saves(data: Path, output: Path, settings: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Take turns between steps alone, a save that is waited for, and one that is not with the two steps after it."""
+    """Take turns between steps alone, a synchronous save, and a background save with the two steps after it."""
     run = SavingRun(data, output, settings)
     found: dict[str, list[float]] = {"waited": [], "blocked": [], "alone": [], "first": [], "second": []}
     run.step()
     for _ in range(rounds):
         run.step()
-        # One of a round, as of each step after a save: the least of more would be less by chance.
+        # One per round, as for each step after a save: the minimum over more would be lower by chance.
         found["alone"].append(run.step())
         found["waited"].append(run.save(wait=True))
         found["blocked"].append(run.save(wait=False))
@@ -130,20 +132,21 @@ def seconds_of_saves(data: Path, output: Path, settings: dict[str, Any], rounds:
         run.finish()
     run.close()
     least = {name: min(of) for name, of in found.items()}
-    # The slower of both: the first has the thread write beside it, the second fetches what the thread gave back.
+    # The slower of both: during the first the thread writes, and the second allocates again the memory that the thread
+    # freed.
     least["beside"] = max(least["first"], least["second"])
     return least
 
 
 def memory_of_saves(data: Path, output: Path, settings: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Peaks of memory in steps without a saver and in as many with saves, waited for and not, by turns."""
-    # What is freed and kept back differs from step to step by a seventh of what a rank owns.
+    """Return peak memory in steps without a saver and in as many with background and synchronous saves, by turns."""
+    # Without this, retained freed memory differs from step to step by a seventh of a rank's own bytes.
     return_freed_memory()
     run = SavingRun(data, output, settings)
     with PeakMemory() as training:
         for _ in range(2 * rounds):
             run.step(saver=False)
-    # From the first step on that the saver is told of, it has its memory.
+    # From the first step with the saver on, it has its memory.
     run.step()
     with PeakMemory() as saving:
         for _ in range(rounds):
@@ -157,7 +160,7 @@ def memory_of_saves(data: Path, output: Path, settings: dict[str, Any], rounds: 
 
 
 def measure_run(rounds: int) -> dict[str, Any]:
-    """The figures of the slowest rank."""
+    """Return the slowest rank's results."""
     with tempfile.TemporaryDirectory(prefix="longctx-saving-") as name:
         data = make_shards(Path(name))
         found, memory = (
@@ -191,7 +194,7 @@ def _pieces(tensors: dict[str, Tensor]) -> list[StatePiece]:
 
 
 def save_ours(folder: Path, tensors: dict[str, Tensor], *, reads_back: bool = False) -> None:
-    """A committed checkpoint of one rank, hashed while it is written."""
+    """Write a committed checkpoint of one rank, hashed while it is written."""
     target, pieces = folder_of(folder, 1), _pieces(tensors)
     make_empty(hidden_folder(target))
     path = hidden_folder(target) / "rank_00000.safetensors"
@@ -215,7 +218,7 @@ def save_ours(folder: Path, tensors: dict[str, Tensor], *, reads_back: bool = Fa
 
 
 def load_ours(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Hash every block, and fill."""
+    """Verify every checksum block, and fill the tensors."""
     reader = CheckpointReader(folder_of(folder, 1), past_cache=True)
     assert not reader.size_problems()
     for key, tensor in tensors.items():
@@ -225,42 +228,42 @@ def load_ours(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def save_torch(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """``torch.save``."""
+    """Save with ``torch.save``."""
     torch.save(tensors, folder / "state.pt")
     sync_path(folder / "state.pt")
 
 
 def load_torch(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """``torch.load``, mapped into memory: the quicker way."""
+    """Load with ``torch.load``, mapped into memory: the faster way."""
     for key, loaded in torch.load(folder / "state.pt", mmap=True, weights_only=True).items():
         tensors[key].copy_(loaded)
 
 
 def save_safetensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """``safetensors.torch.save_file``."""
+    """Save with ``safetensors.torch.save_file``."""
     save_file(tensors, folder / "state.safetensors")
     sync_path(folder / "state.safetensors")
 
 
 def load_safetensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """One tensor after the other."""
+    """Load one tensor after the other."""
     with safe_open(folder / "state.safetensors", framework="pt") as file:
         for key, tensor in tensors.items():
             tensor.copy_(file.get_tensor(key))
 
 
 def save_distributed(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """``torch.distributed.checkpoint``, which syncs its files itself."""
+    """Save with ``torch.distributed.checkpoint``, which syncs its files itself."""
     dcp.save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=True)
 
 
 def load_distributed(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Into the tensors themselves."""
+    """Load into the tensors in place."""
     dcp.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=True)
 
 
 def save_deepspeed(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """What DeepSpeed's engine saves by unless it is told otherwise."""
+    """Save as DeepSpeed's engine does by default."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -269,7 +272,7 @@ def save_deepspeed(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_deepspeed(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """What its engine loads by."""
+    """Load as its engine does."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -290,7 +293,7 @@ CONTENDERS = {
 
 
 def forget(folder: Path) -> None:
-    """Have the files of a folder leave the page cache; they are on the disk."""
+    """Drop a folder's files from the page cache; they are on the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
@@ -299,7 +302,7 @@ def forget(folder: Path) -> None:
 
 
 def measure_files(rounds: int, num_tensors: int) -> dict[str, Any]:
-    """The least seconds of each contender, to save and to load."""
+    """Return each contender's minimum seconds to save and to load."""
     tensors = {f"w{n // 3}/{ROLES[n % 3]}": torch.randn(VALUES) for n in range(num_tensors)}
     filled = {key: torch.zeros(VALUES) for key in tensors}
     seconds: dict[str, dict[str, list[float]]] = {name: {"save": [], "load": []} for name in CONTENDERS}
@@ -327,7 +330,7 @@ def measure_files(rounds: int, num_tensors: int) -> dict[str, Any]:
 
 
 def bounds_of(run: dict[str, Any], files: dict[str, Any]) -> list[Bound]:
-    """What the figures may be."""
+    """Return the bounds on the results."""
     again = ()
     bounds = [
         Bound("seconds that a save blocks over one that is waited for", run["blocked_share"], BLOCKS, again=again),
@@ -343,10 +346,10 @@ def bounds_of(run: dict[str, Any], files: dict[str, Any]) -> list[Bound]:
 
 
 def main() -> int:
-    """Print the figures, save them, and fail when one is outside its bound."""
+    """Print and save the results; return 1 if one is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, "one round each, and files of 192 MiB")
-    # A disk and cores that others use too: three rounds were too few for either.
+    # The disk and cores are in use by others too: three rounds were too few for either.
     rounds, num_tensors = 6, 66
     if options.quick:
         rounds, num_tensors = 1, 12

@@ -1,11 +1,11 @@
-"""What the host's work costs one rank of 64, 512 and 4,096, and how it grows: nothing should grow faster than it must.
+"""Cost of the host's work on one rank of 64, 512 and 4,096, and its growth compared with the necessary growth.
 
     python -m benchmarks.scale [--ranks 64 512 4096] [--tokens 1048576]
 
-A step of a million tokens, in one process without a network: the run's own layouts, schedules, transports, manifests
-and plans, for one rank in the middle. The wire is a stand-in that counts; groups are those of torch's fake process
-group. Seconds are CPU seconds. ``growth`` is the power of the ranks between the first and the last number of them; it
-is held against the power that the task itself needs.
+A step of a million tokens, in one process without a network: a training run's own layouts, schedules, transports,
+manifests and plans, for one rank in the middle. A stand-in for the wire counts messages; groups are torch's fake
+process group. Seconds are CPU seconds. ``growth`` is the exponent of the rank count between its first and last value;
+it is compared with the exponent that the task itself needs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TOKENS = 2**20
 def measure(
     ranks: tuple[int, ...] = RANKS, num_tokens: int = TOKENS, *, documents: int = files.DOCUMENTS, steps: int = 1000
 ) -> list[Figure]:
-    """Every figure at each of these numbers of ranks."""
+    """Return every result at each of these rank counts."""
     figures = Figures()
-    # Once at a small size: first calls load code, which is no cost of a rank.
+    # Once at a small size: first calls load code, which is not a rank's cost.
     attention.measure(Figures(), 16, 2**12, MODELS)
     for number in ranks:
         attention.measure(figures, number, num_tokens, MODELS)
@@ -42,7 +42,7 @@ def measure(
 
 
 def main() -> None:
-    """Print the figures."""
+    """Print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--tokens", type=int, default=TOKENS)

@@ -1,12 +1,12 @@
-"""What it costs to look for silent errors: CPU seconds of a step that go into sums of messages, weights and moments.
+"""Cost of detecting silent errors: a step's CPU seconds for checksums of messages, weights and moments.
 
     python -m benchmarks.silent_errors [--quick]
 
-Two ranks take steps of a small decoder with ``parallel.check_rows = "on"`` and ``run.replicas_every = 1``. The CPU
-seconds of the main thread are taken around the step, around all that looks at messages, and around each comparison of
-what ranks hold; figures are the medians of the slower rank. Seconds are predicted from the bytes and the rate at which
-one process sums 64 MiB. Times of processes that share cores differ, shares of one thread's seconds hardly do.
-``--save`` writes ``benchmarks/results/KIND/silent_errors.json``; exit code 1 when a share is outside its bound.
+Two ranks take steps of a small decoder with ``parallel.check_rows = "on"`` and ``run.replicas_every = 1``. The main
+thread's CPU seconds are measured for the step, for all message checksums, and for each replica comparison; results are
+the slower rank's medians. Expected seconds follow from the bytes and the rate at which one process checksums 64 MiB.
+Times of processes on common cores vary, but fractions of one thread's seconds hardly do. ``--save`` writes
+``benchmarks/results/KIND/silent_errors.json``; exit code 1 if a fraction is outside its bound.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from benchmarks.start_memory import load_config
 
 RANKS = 2
 REPLICAS_EVERY = 20
-"""Steps between two comparisons in the run that the share of a step is stated for."""
+"""Steps between two comparisons for which the fraction of a step is reported."""
 MESSAGES, REPLICAS = 0.02, 0.005
-"""The most that each may take of a step."""
+"""Upper limits as fractions of a step."""
 PRELOAD = ("launcher.training.setup", "launcher.checkpoint.background_saver", "deepspeed.module_inject")
 COMMON = {
     **{"model.vocab_size": 1024, "model.hidden_size": 512, "model.num_layers": 4, "model.num_heads": 8},
@@ -42,7 +42,7 @@ COMMON = {
     **{"train.dtype": "float32", "train.steps": 1000, "checkpoint.every_steps": 0, "validation.rows": 0},
     **{"data.seq_len": 2048, "train.tokens_per_step": 2048, "parallel.context": 2, "run.replicas_every": 1},
 }
-# Bytes of messages grow with the width, arithmetic with its square.
+# Message bytes grow with the width, arithmetic with its square.
 WIDE = {"model.hidden_size": 1024, "model.num_heads": 16, "model.num_kv_heads": 8, "model.ffn_size": 2752}
 EXPERTS = {"model.num_experts": 8, "model.experts_per_token": 2, "model.expert_ffn_size": 688, "parallel.expert": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Clock:
-    """CPU seconds of this thread within some functions, nested calls counted once."""
+    """This thread's CPU seconds within some functions, nested calls counted once."""
 
     def __init__(self) -> None:
         self.seconds, self._depth = 0.0, 0
@@ -78,13 +78,13 @@ class Clock:
         setattr(owner, name, timed)
 
     def take(self) -> float:
-        """The seconds since the last call."""
+        """Return the seconds since the last call."""
         found, self.seconds = self.seconds, 0.0
         return found
 
 
 def measure(data: Path, output: Path, settings: dict[str, Any], steps: int) -> dict[str, float]:
-    """Medians over steps of one rank."""
+    """Return one rank's medians over steps."""
     from launcher.training.setup import build_run
     from launcher.training.train_step import TrainStep
     from parallel.comm.messages import ledger as ledgers
@@ -139,7 +139,7 @@ def measure(data: Path, output: Path, settings: dict[str, Any], steps: int) -> d
 
 
 def row_of(case: str, ranks: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """The figures of the slower rank, and shares of its step."""
+    """Return the slower rank's results, and fractions of its step."""
     worst = max(ranks, key=lambda rank: rank["of_messages"] / rank["step"])
     return {
         "case": case,
@@ -150,7 +150,7 @@ def row_of(case: str, ranks: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def bounds_of(rows: Sequence[dict[str, Any]]) -> list[Bound]:
-    """What may be spent on looking."""
+    """Return the bounds on the checks' cost."""
     why = "about twice the most that runs on two cores have taken"
     bounds = []
     for row in rows:
@@ -163,7 +163,7 @@ def bounds_of(rows: Sequence[dict[str, Any]]) -> list[Bound]:
 
 
 def main() -> int:
-    """Measure each case, print it, save."""
+    """Measure, print and save each case; return 1 if a fraction is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, "two steps of the first case")
     cases, steps = CASES, 7

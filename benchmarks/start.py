@@ -1,11 +1,11 @@
-"""From the command to the first step: wall seconds, beside those of importing PyTorch and DeepSpeed alone.
+"""From the command to the first step: wall seconds, compared with importing PyTorch and DeepSpeed alone.
 
     python -m benchmarks.start [--quick]
 
 A small model on two ranks, by ``deepspeed`` and by ``torchrun``; the time ends when the first step's line is printed.
 DeepSpeed's command imports both in two processes, one after the other, before a rank begins; torchrun imports PyTorch
-once before. Each figure is the smallest of rounds that take turns. ``--save`` writes
-``benchmarks/results/KIND/start.json``; exit code 1 when a figure is outside its bound.
+once before. Each result is the minimum over rounds that take turns. ``--save`` writes
+``benchmarks/results/KIND/start.json``; exit code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 IMPORTS = "import torch, deepspeed"
 RANKS = 2
 ONE_ROW = ("--train.tokens_per_step", 2048)
-"""A step's own time is no start's."""
+"""One small row per step, because the step's own time does not belong to the start."""
 LIMITS = {"deepspeed": 3.2, "torchrun": 2.3, "longctx": 2.0}
-"""Times the imports: 2.78, 1.89 and 1.7 measured, and a sixth for noise."""
+"""Upper limits over the imports' time: 2.78, 1.89 and 1.7 measured, plus a sixth for noise."""
 
 
 def deepspeed(*arguments: object, ranks: int) -> str:
-    """The command that starts so many ranks on this machine by DeepSpeed's launcher."""
+    """Return the command that starts this many ranks on this machine with DeepSpeed's launcher."""
     return f"deepspeed --num_gpus {ranks} {SCRIPT} {shlex.join(map(str, arguments))}"
 
 
 def ours(*arguments: object, ranks: int) -> str:
-    """The same by our own."""
+    """Return the same command with our own launcher."""
     return f"{sys.executable} -m launcher train --ranks {ranks} {shlex.join(map(str, arguments))}"
 
 
 def make_shards(folder: Path) -> Path:
-    """Shards of this repository's own source, by the verbs that users type."""
+    """Build shards of this repository's own source, with the verbs that users type."""
     source, model, data = REPOSITORY / "longctx", folder / "tokenizer.model", folder / "data"
     verb = [sys.executable, "-m", "launcher"]
     train = ["tokenizer", "train", "--source", source, "--vocab-size", "1024", "--output", model]
@@ -56,7 +56,7 @@ def make_shards(folder: Path) -> Path:
 
 
 def seconds_of_imports() -> float:
-    """Wall seconds of a Python that imports PyTorch and DeepSpeed, and ends."""
+    """Return the wall seconds of a Python that imports PyTorch and DeepSpeed, and exits."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True)
     return time.perf_counter() - started
@@ -64,8 +64,10 @@ def seconds_of_imports() -> float:
 
 @contextlib.contextmanager
 def started(command: str, output: IO[str] | int) -> Iterator[subprocess.Popen[str]]:
-    """Yield the running command, its output in ``output``; ended by SIGTERM, ranks and all, if the block raises."""
-    # The tools of this interpreter's environment, whether or not a shell has activated it.
+    """Yield the running command, with its output in ``output``; end it by SIGTERM, with its ranks, if the ``with``
+    block raises.
+    """
+    # Tools from this interpreter's environment, whether or not a shell has activated it.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu"}
     with subprocess.Popen(
@@ -80,7 +82,7 @@ def started(command: str, output: IO[str] | int) -> Iterator[subprocess.Popen[st
 
 
 def seconds_to_first_step(command: str) -> float:
-    """Wall seconds from the command until the line of its first step. The run then goes on to its end."""
+    """Return wall seconds from the command to its first step's line; the training run then continues to its end."""
     begun, seconds, said = time.perf_counter(), None, []
     with started(command, subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -94,7 +96,7 @@ def seconds_to_first_step(command: str) -> float:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """The smallest seconds of each launcher and of the imports."""
+    """Return the minimum seconds for each launcher and for the imports."""
     with tempfile.TemporaryDirectory() as folder:
         data = make_shards(Path(folder))
         found: dict[str, list[float]] = {"imports": [], "deepspeed": [], "torchrun": [], "longctx": []}
@@ -115,7 +117,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the figures, save them, and fail when one is outside its bound."""
+    """Print and save the results; return 1 if one is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, "one round")
     rounds = 5

@@ -1,13 +1,13 @@
-"""Memory and time of the start of a run with 1.3 billion parameters on two ranks, by ZeRO stage and by where it begins.
+"""Memory and time to start a training run with 1.3 billion parameters on two ranks, by ZeRO stage and origin.
 
     python -m benchmarks.start_memory [--quick] [--only TEXT] [--before FILE]
 
-Each rank is a process that runs what a training run does before its first step. Its peak is that of memory of its own
-(``RssAnon`` of /proc, without pages of files, which the system takes back when it likes), read every few milliseconds,
-beyond what the imports had taken. A rank's share is what it holds when training goes on: weights in the dtype of the
-run, masters and both moments; gradients do not count. A new run makes its moments in the first step, so it peaks below.
-``--save`` writes ``benchmarks/results/KIND/start_memory.json``; exit code 1 when a peak is beyond twice the share and 1
-GiB. ``--before`` keeps the rows of a file that another version wrote with ``--rows``, for the table.
+Each rank is a process that runs the code before a training run's first step. Its peak is that of its own memory
+(``RssAnon`` in /proc, without file pages, which the system may reclaim), sampled every few milliseconds, beyond the
+imports' memory. A rank's shard is the memory it keeps during training: weights in the training dtype, masters and both
+moments, without gradients. A new training run creates its moments in the first step, so its peak is lower. ``--save``
+writes ``benchmarks/results/KIND/start_memory.json``; exit code 1 if a peak exceeds twice the shard plus 1 GiB.
+``--before`` adds the rows in a file that another version wrote with ``--rows`` to the table.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 LAYERS = {"dense": {1.3: 24, 0.7: 12, 0.3: 5}, "experts": {1.3: 12, 0.3: 2}}
-"""By billions of parameters."""
+"""Layers by billions of parameters."""
 
 
 @dataclass(frozen=True)
@@ -72,29 +72,30 @@ class Case:
 
     model: str
     origin: str
-    """``new``, ``weights`` (of a checkpoint, masters alone) or ``resumed`` (masters and moments)."""
+    """``new``, ``weights`` (from a checkpoint, masters alone) or ``resumed`` (masters and moments)."""
     stage: int
     billions: float = 1.3
 
     @property
     def dtype(self) -> str:
-        """Stage 0 trains in float32 alone."""
+        """The dtype: stage 0 trains only in float32."""
         return "float32" if self.stage == 0 else "bfloat16"
 
     @property
     def text(self) -> str:
-        """The case in words."""
+        """The case as text."""
         return f"{self.model}, {self.billions} billion, {self.origin}, ZeRO {self.stage}, {self.dtype}"
 
     def settings(self) -> dict[str, Any]:
-        """Config keys that differ from the defaults."""
+        """Return config keys that differ from the defaults."""
         layers = LAYERS[self.model][self.billions]
         return {**MODELS[self.model], "model.num_layers": layers, "zero.stage": self.stage, "train.dtype": self.dtype}
 
 
 CASES = [
     *(Case("dense", "new", stage) for stage in (0, 2, 3)),
-    # In stage 1 and bfloat16 DeepSpeed makes all float32 gradients when it starts: 10 GB a rank of the larger model.
+    # In stage 1 and bfloat16 DeepSpeed allocates all float32 gradients at the start: 10 GB per rank for the larger
+    # model.
     Case("dense", "new", 1, 0.7),
     *(Case("experts", "new", stage) for stage in range(4)),
     *(Case("dense", "new", stage, 0.3) for stage in range(4)),
@@ -104,7 +105,7 @@ CASES = [
 
 
 class PeakMemory:
-    """The most memory of its own that this process has within the block, in bytes."""
+    """This process's peak memory of its own within the ``with`` block, in bytes."""
 
     def __enter__(self) -> PeakMemory:
         self.before = self.peak = _own_bytes()
@@ -119,7 +120,7 @@ class PeakMemory:
 
     @property
     def rise(self) -> int:
-        """Over what it was before."""
+        """Increase over the memory before."""
         return self.peak - self.before
 
     def _watch(self) -> None:
@@ -128,13 +129,13 @@ class PeakMemory:
 
 
 def _own_bytes() -> int:
-    """Resident memory that is backed by no file."""
+    """Return resident memory that is backed by no file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 def load_config(data: Path, output: Path, settings: dict[str, Any]) -> RunConfig:
-    """A run's config of these settings."""
+    """Return a training run's config with these settings."""
     from launcher.config.load_config import load_run_config
 
     keys = {
@@ -148,7 +149,7 @@ def load_config(data: Path, output: Path, settings: dict[str, Any]) -> RunConfig
         "train.tokens_per_step": 256 * RANKS,
         "train.steps": 2,
         "train.lr": 1e-4,
-        # As where the processor has such instructions, whichever this one is; stage 0 has no bfloat16.
+        # As on processors with such instructions, on any machine; stage 0 has no bfloat16.
         "train.dtype": "bfloat16" if settings.get("zero.stage", 1) else "float32",
         "train.products": "native",
         "validation.rows": 0,
@@ -158,7 +159,7 @@ def load_config(data: Path, output: Path, settings: dict[str, Any]) -> RunConfig
 
 
 def start(data: Path, output: Path, settings: dict[str, Any], origin: dict[str, Any]) -> dict[str, float]:
-    """Build a run as ``launcher/pretrain.py`` does; what it took of this rank."""
+    """Build a training run as ``launcher/pretrain.py`` does; return its cost on this rank."""
     from launcher.plan.memory_estimate import memory_of_rank
     from launcher.training.setup import build_run
 
@@ -174,7 +175,7 @@ def start(data: Path, output: Path, settings: dict[str, Any], origin: dict[str, 
 
 
 def save(data: Path, output: Path, settings: dict[str, Any]) -> None:
-    """Write a checkpoint with moments, of a run that has taken no step."""
+    """Write a checkpoint with moments, from a training run without steps."""
     from launcher.checkpoint.background_saver import Saver
     from launcher.training.setup import build_run
 
@@ -187,7 +188,7 @@ def save(data: Path, output: Path, settings: dict[str, Any]) -> None:
 
 
 def origin_of(case: Case, data: Path, folder: Path) -> dict[str, Any]:
-    """The settings that say where the run begins; its checkpoint is written here, outside of what is measured."""
+    """Return the settings for the training run's origin; its checkpoint is written here, outside the measurement."""
     if case.origin == "new":
         return {}
     written = folder / f"checkpoint-{case.model}-{case.billions}"
@@ -204,9 +205,9 @@ def origin_of(case: Case, data: Path, folder: Path) -> dict[str, Any]:
 
 
 def is_room(case: Case) -> bool:
-    """Whether this machine has the memory for it: else it would end other programs too."""
+    """Return whether this machine has enough memory: otherwise other programs might be killed too."""
     model = load_config(Path(), Path(), case.settings()).model.config()
-    # Bytes a parameter and rank: without moments, and with them and all that DeepSpeed makes beside them.
+    # Bytes per parameter and rank: without moments, and with them and DeepSpeed's temporary copies.
     a_parameter = 6
     if case.billions < 1:
         a_parameter = 12
@@ -215,9 +216,9 @@ def is_room(case: Case) -> bool:
 
 
 def measure(cases: list[Case], kept: Path | None) -> list[dict[str, Any]]:
-    """A row for each case: the slowest rank, and the one whose memory peaks highest; in the file ``kept`` as they come.
+    """Measure a row per case: the slowest rank, and the one with the highest peak; append rows to the file ``kept``.
 
-    What this machine has no memory for is left out.
+    Cases that exceed this machine's memory are left out.
     """
     rows = []
     with tempfile.TemporaryDirectory(prefix="longctx-start-") as name:
@@ -239,12 +240,12 @@ def measure(cases: list[Case], kept: Path | None) -> list[dict[str, Any]]:
             if kept is not None:
                 kept.write_text(json.dumps(rows))
             figures = f"{row['seconds']} s, {row['cpu_seconds']} s of CPU, peak {row['peak']} GiB"
-            print(f"{case.text}: {figures}, share {row['share']} GiB", flush=True)
+            print(f"{case.text}: {figures}, shard {row['share']} GiB", flush=True)
     return rows
 
 
 def main() -> int:
-    """Print the figures, save them, and fail when a peak is beyond its bound."""
+    """Print and save the results; return 1 if a peak exceeds its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose words have this text")
     parser.add_argument("--rows", type=Path, help="write the rows to this JSON file")

@@ -1,10 +1,10 @@
-"""The tables in docs/: of figures, made from ``benchmarks/results``, and of options, made from ``--help``.
+"""Generates the tables in docs/: results from ``benchmarks/results``, and options from ``--help``.
 
     python -m benchmarks.tables [--check]
 
-What stands in a page of docs/ between ``<!-- table: NAME -->`` and ``<!-- end -->`` is replaced by the table of that
-name, with the rows of every kind of processor that was measured. What stands between ``<!-- options: VERB -->`` and
-``<!-- end -->`` is replaced by the options of a verb. ``--check`` writes nothing; exit code 1 if a page would change.
+In a page of docs/ the text between ``<!-- table: NAME -->`` and ``<!-- end -->`` is replaced by the table with that
+name, with rows for every kind of processor that was measured. The text between ``<!-- options: VERB -->`` and ``<!--
+end -->`` is replaced by a verb's options. ``--check`` writes nothing; exit code 1 if a page would change.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def rewritten(text: str, results: Path = RESULTS) -> str:
-    """Return a page with its tables made anew."""
+    """Return a page with new tables."""
     text = option_tables.rewritten(text)
     return _MARKED.sub(lambda found: f"{found[1]}\n{section(found[2], results)}\n\n{found[3]}", text)
 
 
 def section(name: str, results: Path = RESULTS) -> str:
-    """Captions and the table of one name. KeyError if there is no such table, ValueError for columns that differ."""
+    """Return the captions and the table with this name. KeyError for an unknown table, ValueError for different
+    columns.
+    """
     if name in GPU_TABLES:
         return GPU_TABLES[name](results)
     if name in COMPUTED:
@@ -55,7 +57,7 @@ def section(name: str, results: Path = RESULTS) -> str:
 
 
 def joined(parts: dict[str, str]) -> str:
-    """One table of those of each kind of processor, each row with its kind if there are several."""
+    """Join the tables of all kinds of processors; rows get a kind column if there are several."""
     if len(parts) == 1:
         return next(iter(parts.values()))
     lines: list[str] = []
@@ -70,7 +72,7 @@ def joined(parts: dict[str, str]) -> str:
 
 
 def caption(benchmark: str, kind: str, machine: dict[str, Any]) -> str:
-    """By which command, on which machine and on what day."""
+    """Return the caption: command, machine and date."""
     name = re.sub(r"\(R\)|\(TM\)|Processor|CPU|@", " ", machine["processor"])
     name = re.sub(r"(\d\.\d)0? ?GHz", r"\1 GHz", " ".join(name.split()))
     versions = [
@@ -84,7 +86,7 @@ def caption(benchmark: str, kind: str, machine: dict[str, Any]) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """Format a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -100,7 +102,7 @@ _SHAPES = {
 
 
 def decoder(result: Result) -> str:
-    """A step's time beside its floor and transformers', and its memory."""
+    """Return a step's time compared with its floor and transformers, and its memory."""
     head = ("shape", "floor: products + attention", "ours, × floor", "transformers, × floor", "ours / theirs",
             "activation MiB, theirs → ours")  # fmt: skip
     return markdown(head, (_decoder_row(row) for row in result["rows"]))
@@ -118,7 +120,9 @@ def _decoder_row(row: dict[str, Any]) -> list[str]:
 
 
 def compiled(result: Result) -> str:
-    """A step compiled beside eager and the floor, and what stays eager beside the same compiled."""
+    """Return compiled steps compared with eager ones and the floor, and the operations that stay eager, compiled or
+    not.
+    """
     head = ("case", "floor", "eager, × floor", "compiled, × floor", "compiled / eager", "losses differ by")
     rows = []
     for row in result["rows"]:
@@ -137,7 +141,7 @@ def compiled(result: Result) -> str:
 
 
 def loss(result: Result) -> str:
-    """The loss in chunks beside whole logits."""
+    """Return the chunked loss compared with whole logits."""
     rows = [
         [
             row["way"].removeprefix("longctx, "),
@@ -152,7 +156,7 @@ def loss(result: Result) -> str:
 
 
 def generation(result: Result) -> str:
-    """Greedy continuations beside transformers'."""
+    """Return greedy continuations compared with transformers'."""
     head = ("case", "CPU s", "transformers", "tokens/s over theirs", "ms a token", "transformers", "same ids")
     rows = [
         [
@@ -168,7 +172,7 @@ def generation(result: Result) -> str:
 
 
 def generation_batch(result: Result) -> str:
-    """Several prompts at once beside transformers'."""
+    """Return several prompts at once compared with transformers'."""
     head = ("shape and prompts", "tokens a CPU second", "transformers, dynamic", "static", "over both", "same prompts")
     rows = [
         [
@@ -183,7 +187,7 @@ def generation_batch(result: Result) -> str:
 
 
 def chunks(result: Result) -> str:
-    """Layers by chunks beside whole ones: a row of one length in each way, then the long rows."""
+    """Return layers by chunks compared with whole ones: one row length in each way, then the long rows."""
     whole = {row["tokens"]: row["cpu_seconds"] for row in result["table"] if row["way"] == "whole"}
     head = ("tokens, layers", "way", "CPU s", "× whole", "s", "MiB above the model", "KiB a token")
     return markdown(head, (_chunks_row(row, whole) for row in result["table"] + result["longest"]))
@@ -200,7 +204,7 @@ def _chunks_row(row: dict[str, Any], whole: dict[int, float]) -> list[str]:
 
 
 def long_prompt(result: Result) -> str:
-    """A long prompt and a short answer, on one rank and on two."""
+    """Return a long prompt and a short answer, on one rank and on two."""
     head = ("prompt and new tokens", "ranks", "CPU s, each rank", "resident rise, each rank", "cache alone")
     rows = [
         [
@@ -216,7 +220,7 @@ def long_prompt(result: Result) -> str:
 
 
 def prompt_growth(result: Result) -> str:
-    """What grows with the prompt on two ranks, with all keys seen and with windows."""
+    """Return the costs that grow with the prompt on two ranks, with full attention and with windows."""
     head = (
         "prompt",
         "cache, each rank",
@@ -245,7 +249,7 @@ _ERRORS = ("out", "dq", "dk", "dv")
 
 
 def ring(result: Result) -> str:
-    """One document on two ranks."""
+    """Return one document on two ranks."""
     head = ("case", "SDPA, each core", "ring, each rank", "worst rank over its half", "resident memory")
     rows = [
         [
@@ -261,7 +265,7 @@ def ring(result: Result) -> str:
 
 
 def packed(result: Result) -> str:
-    """Many documents on two ranks, by layout."""
+    """Return many documents on two ranks, by layout."""
     layouts = list(dict.fromkeys(_layout(row) for row in result["packed"]))
     cells = {(row["case"], _layout(row)): f"{row['ratio_to_share']:.3f} ×" for row in result["packed"]}
     cases = dict.fromkeys(row["case"] for row in result["packed"])
@@ -273,7 +277,7 @@ def _layout(row: dict[str, Any]) -> str:
 
 
 def exactness(result: Result) -> str:
-    """Errors by degree, and those of one process."""
+    """Return errors by degree, and those of one process."""
     rows = result["exactness"]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     found = {(row["case"], row["degree"]): _errors(row["relative_error"]) for row in rows}
@@ -287,7 +291,7 @@ def exactness(result: Result) -> str:
 
 
 def peers(result: Result) -> str:
-    """Our transports beside DeepSpeed's."""
+    """Return our transports compared with DeepSpeed's."""
     rows = result["rows"]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     cells = {
@@ -303,7 +307,7 @@ def peers(result: Result) -> str:
 
 
 def degrees(result: Result) -> str:
-    """Rows side by side, and with fixed degrees."""
+    """Return rows placed in parallel, and with fixed degrees."""
     head = ("rows of", "ranks", "tokens a rank", "rows at once", "attention: mean, worst", "ranks a document (fewest)",
             "keys received a token", "all ranks a row", "fewest ranks a row: keys, attention")  # fmt: skip
     return markdown(head, (_degrees_row(row) for row in result["rows"]))
@@ -327,7 +331,7 @@ def _degrees_row(row: dict[str, Any]) -> list[str]:
 
 
 def experts(result: Result) -> str:
-    """One layer beside transformers', DeepSpeed's and dense products."""
+    """Return one layer compared with transformers, DeepSpeed and dense matmuls."""
     head = ("", "time, × transformers", "× DeepSpeed", "rate, of dense", "memory, × transformers")
     return markdown(head, (_expert_row(case, rows) for case, rows in _by_load(result["layer"]).items()))
 
@@ -342,7 +346,7 @@ def _expert_row(case: str, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _by_load(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows that differ in nothing but how experts are loaded, under what they share."""
+    """Group rows that differ only in their expert loads, by their common text."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault(row["case"].rsplit(", ", 1)[0], []).append(row)
@@ -354,7 +358,7 @@ def _load(row: dict[str, Any]) -> str:
 
 
 def expert_ranks(result: Result) -> str:
-    """The same layers with experts across ranks."""
+    """Return the same layers with experts across ranks."""
     rows = result["ranks"]
     degrees = list(dict.fromkeys(row["ranks"] for row in rows))
     by_case = {row["case"]: [of for of in rows if of["case"] == row["case"]] for row in rows}
@@ -383,7 +387,7 @@ def _errors(of: dict[str, float]) -> str:
 
 
 def _power(value: float) -> str:
-    """Two digits and the power of ten, as in 1.6e-3."""
+    """Format two digits and the power of ten, as in 1.6e-3."""
     digits, _, exponent = f"{value:.1e}".partition("e")
     return f"{digits}e{int(exponent)}"
 
@@ -434,18 +438,18 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "pretraining": ("pretraining", lambda result: markdown(*encoder_tables.of_pretraining(result))),
     "faults": ("faults", lambda result: markdown(*faults.table(result))),
 }
-"""By name: the benchmark whose result it is made from, and how."""
+"""By name: the benchmark with the results, and a function that formats them."""
 GPU_TABLES: dict[str, Callable[[Path], str]] = {
     "gpu-steps": lambda results: markdown(*first_gpu.steps_table(results)),
     "gpu-figures": lambda results: markdown(*first_gpu.figures_table(results)) + f"\n\n{first_gpu.source_lines()}",
 }
-"""By name: what is made from the results of all cards, and says "waiting" where there are none."""
+"""By name: tables from all cards' results, with "waiting" for missing ones."""
 COMPUTED: dict[str, Callable[[], str]] = {"recipes": recipe_table, "kept": kept_table, "chunks-planned": chunks_table}
-"""By name: what is computed, not measured."""
+"""By name: computed tables, without measurements."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rewrite the pages, or with --check say which are not in step."""
+    """Rewrite the pages, or with --check list those that are not up to date."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page would change")
     options = parser.parse_args(arguments)

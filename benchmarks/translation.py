@@ -1,13 +1,13 @@
-"""Learning to translate beside transformers' Marian: BLEU after the same steps, and after the same CPU seconds.
+"""Learning to translate, compared with transformers' Marian: BLEU after the same steps, and after the same CPU seconds.
 
     python -m benchmarks.translation [--help-pages FOLDER] [--quick]
 
-Pairs are those of ``make demo-translate``: LibreOffice's help in English and German by paragraphs, whole pages held
-out, or without it sums in words. Both sides start from the same weights, see the same pairs in the same order, and take
-the same steps of the same AdamW, float32, without dropout, three seeds. transformers pads the pairs of a step; here
-they are packed. BLEU is sacrebleu's, of 400 held-out pairs, each side writing by its own greedy search; CPU seconds are
-those of forward, backward and update. ``--save`` writes ``benchmarks/results/KIND/translation.json``; exit code 1 when
-a figure is outside its bound.
+Pairs are those of ``make demo-translate``: LibreOffice's help in English and German by paragraphs, with complete pages
+held out, or without it sums in words. Both sides start from the same weights, see the same pairs in the same order, and
+take the same steps with the same AdamW, float32, without dropout, three seeds. transformers pads a step's pairs; ours
+are packed. BLEU is sacrebleu's, over 400 held-out pairs, each side writing with its own greedy search; CPU seconds are
+those of forward, backward and update. ``--save`` writes ``benchmarks/results/KIND/translation.json``; exit code 1 if a
+result is outside its bound.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Corpus:
 
 
 def prepare(folder: Path, help_pages: Path | None) -> Corpus:
-    """Write the pairs, train a tokenizer of both sides, and build the shards."""
+    """Write the pairs, train a tokenizer for both sides, and build the shards."""
     from data_pipeline.prepare.build_shards import build_shards
     from data_pipeline.prepare.sources import open_source
     from data_pipeline.prepare.train_tokenizer import train_tokenizer
@@ -71,7 +71,7 @@ def prepare(folder: Path, help_pages: Path | None) -> Corpus:
 
 
 def stock(tokenizer: Any, seed: int) -> nn.Module:
-    """transformers' Marian, small."""
+    """Build transformers' Marian, small."""
     import transformers
 
     special = tokenizer.special
@@ -88,7 +88,7 @@ def stock(tokenizer: Any, seed: int) -> nn.Module:
 
 
 def batches(corpus: Corpus, seed: int) -> Iterator[Batch]:
-    """Yield the rows of each step, end to end."""
+    """Yield each step's rows, end to end."""
     from data_pipeline.loader import build_loader
 
     sizes: dict[str, Any] = {"rows_per_step": ROWS, "micro_batch_rows": ROWS}
@@ -98,7 +98,7 @@ def batches(corpus: Corpus, seed: int) -> Iterator[Batch]:
 
 
 def pairs_of(batch: Batch) -> list[tuple[Tensor, Tensor]]:
-    """Source and target of each pair of a batch."""
+    """Return source and target of each pair in a batch."""
     assert batch.source is not None
     sides = []
     for side in (batch.source, batch):
@@ -111,7 +111,7 @@ def pairs_of(batch: Batch) -> list[tuple[Tensor, Tensor]]:
 
 
 def padded_step(model: Any, batch: Batch) -> Tensor:
-    """transformers' loss of a batch, its pairs padded."""
+    """Return transformers' loss on a batch with its pairs padded."""
     pairs = pairs_of(batch)
     padding = model.config.pad_token_id
 
@@ -136,7 +136,7 @@ def learn(
     *,
     lr: float = LR,
 ) -> list[dict[str, float]]:
-    """Take the steps; returns loss, CPU seconds and ``figures`` at even distances."""
+    """Take the steps; return loss, CPU seconds and ``figures`` at even distances."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     spent, found, every = 0.0, [], max(1, steps // EVALUATIONS)
     for step in range(1, steps + 1):
@@ -157,7 +157,7 @@ def learn(
 
 
 def score(corpus: Corpus, written: Sequence[Sequence[int]]) -> dict[str, float]:
-    """BLEU of what was written of the held-out sources."""
+    """Return the BLEU of translations of the held-out sources."""
     from sacrebleu.metrics import BLEU
 
     texts = [corpus.tokenizer.decode(list(ids)) for ids in written]
@@ -166,7 +166,7 @@ def score(corpus: Corpus, written: Sequence[Sequence[int]]) -> dict[str, float]:
 
 @torch.no_grad()
 def write_theirs(model: Any, corpus: Corpus) -> list[list[int]]:
-    """transformers' greedy translations, fifty at a time."""
+    """Return transformers' greedy translations, fifty at a time."""
     model.eval()
     written, end, start = [], corpus.tokenizer.special.end, corpus.tokenizer.special.begin
     for first in range(0, len(corpus.sources), 50):
@@ -183,7 +183,7 @@ def write_theirs(model: Any, corpus: Corpus) -> list[list[int]]:
 
 @torch.no_grad()
 def write_ours(decoder: Any, corpus: Corpus, strategy: Any = None) -> list[list[int]]:
-    """Our translations."""
+    """Return our translations."""
     from longctx.generation.continuous_batching import generate_batch
 
     special = corpus.tokenizer.special
@@ -197,7 +197,7 @@ def write_ours(decoder: Any, corpus: Corpus, strategy: Any = None) -> list[list[
 
 
 def measure(corpus: Corpus, seed: int, steps: int) -> dict[str, Any]:
-    """Both sides' learning from one seed."""
+    """Train both sides from one seed; return their results."""
     from longctx.generation.beams import Beams
     from longctx.objectives.build import build_objective
 
@@ -220,14 +220,14 @@ def measure(corpus: Corpus, seed: int, steps: int) -> dict[str, Any]:
 
 
 def at_equal_seconds(row: dict[str, Any]) -> float:
-    """Our last BLEU less transformers' after as many CPU seconds, on a line between its evaluations."""
+    """Return our last BLEU minus transformers' after as many CPU seconds, interpolated between its evaluations."""
     seconds, bleu = ([0.0, *(at[name] for at in row["transformers"])] for name in ("cpu_seconds", "bleu"))
     last = row["longctx"][-1]
     return last["bleu"] - float(np.interp(last["cpu_seconds"], seconds, bleu))
 
 
 def bounds(rows: Sequence[dict[str, Any]]) -> Iterator[Bound]:
-    """What the figures may be, as means over seeds."""
+    """Return the bounds on the results, as means over seeds."""
     last = {who: sum(row[who][-1]["bleu"] for row in rows) / len(rows) for who in ("longctx", "transformers")}
     yield Bound("difference of BLEU after the same steps", abs(last["longctx"] - last["transformers"]), BLEU_BOUND)
     ahead = sum(map(at_equal_seconds, rows)) / len(rows)
@@ -237,11 +237,11 @@ def bounds(rows: Sequence[dict[str, Any]]) -> Iterator[Bound]:
 
 
 def main() -> int:
-    """Print what is learned, save it, and fail when a figure is outside its bound."""
+    """Print and save what the models learned; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--help-pages", type=Path, help="LibreOffice's help; unless given, where Debian installs it")
     options = parse(parser, quick="one seed and 20 steps")
-    torch.set_num_threads(1)  # matrices so small
+    torch.set_num_threads(1)  # matrices are small
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare(Path(folder), options.help_pages)

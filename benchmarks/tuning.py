@@ -1,17 +1,17 @@
-"""Tuning on conversations beside TRL: the losses of twenty steps, and the CPU seconds of a step.
+"""Tuning on conversations compared with TRL: the losses of twenty steps, and CPU seconds per step.
 
     python -m benchmarks.tuning --trl PYTHON [--quick]
 
 PYTHON is the Python of an environment with trl, transformers, datasets and PyTorch, or ``$LONGCTX_TRL_PYTHON``. It
-makes a Qwen3 of random weights with a tokenizer and a chat template, which both sides start from.
+builds a Qwen3 with random weights, a tokenizer and a chat template, from which both sides start.
 
 Losses: eight conversations, all of them in each step, float32, AdamW without decay, the loss of replies alone. TRL pads
-them to one length. Ours gives each a row of its own, and then packs all into one row, on 1, 2, 3 and 4 ranks that share
-it. Seconds: conversations of log-normal lengths, 1K to 16K tokens. TRL takes two at a time, padded, or packed in rows
-of 16K (``bfd``); ours packs them, one thread on one rank as TRL. CPU seconds are those of whole processes, of a run of
-twice the steps less those of a run of the steps.
+them to one length. Ours gives each its own row, and then packs all into one row, split over 1, 2, 3 and 4 ranks.
+Seconds: conversations of log-normal lengths, 1K to 16K tokens. TRL takes two at a time, padded, or packed in rows of
+16K (``bfd``); ours packs them, with one thread on one rank like TRL. CPU seconds are those of complete processes:
+training with twice the steps minus training with the steps.
 
-Saved in ``benchmarks/results/KIND/tuning.json``; exit code 1 when a figure is outside its bound.
+Saved in ``benchmarks/results/KIND/tuning.json``; exit code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ LARGE = SMALL | {
     "intermediate_size": 704,
 }
 SHORT_ROW, PACKED_ROW = 1024, 4104
-"""The second one is split evenly by one to four ranks, each in two parts."""
+"""The second one is split evenly by one to four ranks, with two token chunks each."""
 LONG_ROW = 16_384
 SHORTEST, LONGEST = 1000, 16_000
-"""Tokens of the long conversations."""
+"""Tokens in the long conversations."""
 CONVERSATIONS, QUICK_CONVERSATIONS = 16, 4
 DEGREES = (1, 2, 3, 4)
 CHARACTERS_A_TOKEN = 2.9
@@ -86,7 +86,7 @@ class Task:
         return self.folder / "conversations.jsonl"
 
     def make(self, shape: dict[str, Any], lengths: Sequence[int]) -> None:
-        """Make the model, conversations of about so many tokens, and their shards."""
+        """Build the model, conversations with about this many tokens, and their shards."""
         self.folder.mkdir()
         run([self.python, PEER, "make", self.model, json.dumps(shape)])
         write_conversations(self.conversations, lengths)
@@ -135,7 +135,7 @@ class Task:
 
 
 def run(command: Sequence[object]) -> str:
-    """Return what a command says; RuntimeError with the end of it if it fails."""
+    """Return a command's output; RuntimeError with its last lines if it fails."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     found = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True)
@@ -145,7 +145,7 @@ def run(command: Sequence[object]) -> str:
 
 
 def write_conversations(path: Path, lengths: Sequence[int]) -> None:
-    """Write a conversation of about so many tokens each: code, in turns of random lengths."""
+    """Write conversations with about these many tokens each: code, in turns of random lengths."""
     draw = random.Random(0)
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = "\n".join(file.read_text(errors="ignore") for file in files)
@@ -165,7 +165,7 @@ def write_conversations(path: Path, lengths: Sequence[int]) -> None:
 
 
 def losses(folder: Path, python: str) -> tuple[dict[str, Any], list[Bound]]:
-    """Return the losses of all ways, and their bounds."""
+    """Return the losses of all variants, and their bounds."""
     task = Task(folder / "short", python)
     task.make(SMALL, [120, 480, 250, 60, 700, 330, 200, 450])
     theirs = task.train_trl(STEPS, batch=8, accumulation=1, packing=False, max_length=SHORT_ROW)
@@ -223,7 +223,7 @@ def seconds(folder: Path, python: str, count: int) -> tuple[dict[str, Any], list
 
 
 def _rows(task: Task) -> int:
-    """Return how many rows best fit makes of the conversations."""
+    """Return the number of rows into which best fit packs the conversations."""
     said = run(
         [sys.executable, "-m", "launcher", "data", "inspect", task.folder / "shards", "--seq-len", LONG_ROW, "--json"]
     )
@@ -231,7 +231,7 @@ def _rows(task: Task) -> int:
 
 
 def _cpu_seconds(train: Any) -> float:
-    """Return the processor seconds of a step: two steps take more than one, and nothing else differs."""
+    """Return a step's processor seconds: training with two steps minus training with one."""
     used = []
     for steps in (1, 2):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -247,7 +247,7 @@ def _largest(found: Sequence[float], other: Sequence[float]) -> float:
 
 
 def main() -> int:
-    """Measure both, print the tables, keep them."""
+    """Measure both, print and save the tables; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", default=os.environ.get("LONGCTX_TRL_PYTHON"), metavar="PYTHON", help="Python with trl")
     options = parse(parser, quick="four long conversations")

@@ -1,14 +1,14 @@
-"""Whether the default mixture of experts stays even and learns, on five corpora, and what it owes to each part.
+"""Balance and learning of the default mixture of experts on five corpora, and the effect of each part of the recipe.
 
     python -m benchmarks.young_experts [--only python perl …] [--quick]
 
-The quickstart as a newcomer starts it, over two ranks, with a tokenizer of each corpus's own: 150 steps of its 175. The
-first 64 steps then with one part of the recipe taken away, on two corpora. Corpora are Python's standard library and
-four folders of Debian; one that is not here is left out and said.
+The quickstart as a newcomer starts it, over two ranks, with a tokenizer per corpus: 150 of its 175 steps. Then its
+first 64 steps with one part of the recipe removed, on two corpora. Corpora are Python's standard library and four
+Debian folders; a missing one is reported and left out.
 
-max/mean is the load of the busiest expert over the mean, of the least even layer of a step: 1 is even, 4 the worst
-there is with two experts of eight. Saved in ``benchmarks/results/KIND/young_experts.json``; exit code 1 when its mean
-from step 40 on is above 1.5, or a held-out loss at step 150 is not below the entropy of the token frequencies.
+max/mean is the busiest expert's load over the mean, in the least even layer of a step: 1 is even, 4 the worst case with
+two experts of eight. Saved in ``benchmarks/results/KIND/young_experts.json``; exit code 1 if its mean from step 40 on
+is above 1.5, or a held-out loss at step 150 is not below the entropy of the token frequencies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CORPORA: dict[str, tuple[str, ...]] = {
     "perl": ("/usr/share/perl",),
     "locales": ("/usr/share/i18n/locales",),
 }
-"""Sources of ``data build``: code, prose and change logs, headers, code of another kind, tables of many scripts."""
+"""Sources for ``data build``: code, prose and change logs, headers, other code, tables in many scripts."""
 TIED = ("--model.tie_embeddings", "true", "--model.embedding_std", "0")
 ADAMW = ("--train.optimizer", "adamw", "--train.lr", "5e-3")
 FEWER = ("--train.tokens_per_step", "2048")
@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "a row of 2,048 tokens a step": FEWER,
     "none of the four": (*ADAMW, *TIED, *STEADY, *FEWER),
 }
-"""What is taken away, as flags."""
+"""Flags that remove one part of the recipe."""
 VARIED = ("c", "perl")
 STEPS, VARIED_STEPS, SETTLED = 150, 64, 40
 RANKS = 2
@@ -53,7 +53,7 @@ WORST = 1.5
 
 
 def build(folder: Path, corpus: str) -> Path:
-    """Train a tokenizer of a corpus, and write its shards."""
+    """Train a corpus's tokenizer, and write its shards."""
     tokenizer, shards = folder / f"{corpus}.model", folder / corpus
     source = ("--source", *CORPORA[corpus])
     run(["longctx", "tokenizer", "train", *source, "--vocab-size", 4096, "--output", tokenizer])
@@ -62,7 +62,7 @@ def build(folder: Path, corpus: str) -> Path:
 
 
 def measure(shards: Path, variant: str, steps: int) -> dict[str, Any]:
-    """Train so many steps, and return the loads of experts and the held-out loss less the frequencies' entropy."""
+    """Train this many steps; return the expert loads, and the held-out loss minus the frequencies' entropy."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["--data.train", shards, "--run.output_dir", folder, "--train.stop_after", steps]
         words += ["--validation.every_steps", steps, "--checkpoint.every_steps", 0, *VARIANTS[variant]]
@@ -86,7 +86,7 @@ def measure(shards: Path, variant: str, steps: int) -> dict[str, Any]:
 
 
 def rows(corpora: list[str], *, quick: bool) -> list[dict[str, Any]]:
-    """Measure all cases; a line is printed behind each."""
+    """Measure all cases, and print a line after each."""
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for corpus in corpora:
@@ -106,14 +106,14 @@ def rows(corpora: list[str], *, quick: bool) -> list[dict[str, Any]]:
 
 
 def bounds(found: list[dict[str, Any]]) -> list[Bound]:
-    """What the quickstart as it is must hold."""
+    """Return the bounds on the unchanged quickstart."""
     whole = [row for row in found if row["variant"] == "the quickstart"]
     even = [Bound("mean max/mean from step 40", row["mean"], WORST, row["corpus"]) for row in whole]
     return even + [Bound("nats over the token frequencies", row["over_frequencies"], 0, row["corpus"]) for row in whole]
 
 
 def main() -> int:
-    """Print the figures, save them, and fail when one is outside its bound."""
+    """Print and save the results; return 1 if one is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CORPORA), default=list(CORPORA), help="corpora")
     options = parse(parser, "three steps of each, which hold no bound")

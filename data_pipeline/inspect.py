@@ -78,7 +78,7 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class PieceView:
-    """One piece in a packed row."""
+    """One document piece in a packed row."""
 
     document: int
     name: str
@@ -100,11 +100,11 @@ class RowView:
     """One packed row, decoded at both ends of every piece."""
 
     row: int
-    """Row index within the block; ``num_rows`` counts the block's rows."""
+    """Row index within the epoch block; ``num_rows`` counts the block's rows."""
     num_rows: int
     block: int
     num_blocks: int
-    """Blocks per epoch."""
+    """Epoch blocks in an epoch."""
     tokens: int
     padding_tokens: int
     pieces: list[PieceView]
@@ -129,7 +129,7 @@ class MixtureView:
     sources: list[SourceView]
     stages: list[Stage]
     shares: list[tuple[float, ...]]
-    """Source shares from the start, and then from each stage."""
+    """Token share per source from the start, and then from each stage."""
 
 
 def describe_mixture(path: str | Path) -> MixtureView:
@@ -233,8 +233,8 @@ def show_row(
 ) -> RowView:
     """Return row ``row`` in an epoch as the loader packs it, with both ends of each piece decoded.
 
-    ``preview_tokens`` are decoded at each end. ``block`` makes ``row`` an index within that block, and only that block
-    is planned; otherwise all blocks up to the row are planned, at about a second per million documents. Raises
+    ``preview_tokens`` are decoded at each end. ``block`` makes ``row`` an index within that epoch block, and only that
+    block is planned; otherwise all blocks up to the row are planned, at about a second per million documents. Raises
     ConfigError if the row does not exist.
     """
     _check_seq_len(seq_len)
@@ -296,7 +296,7 @@ def decode_rows(
     first_folder = folders[0]
     corpus, tokenizer = Corpus(folders), first_folder.tokenizer()
     documents = documents_in(folders, order.fim_by_folder)
-    # Positions can only be advanced row by row, so skip in chunks that bound the memory for skipped rows.
+    # Positions can only be advanced row by row, so skip in batches that bound the memory for skipped rows.
     at = order.start()
     for first in range(0, first_row, _SKIPPED_AT_ONCE):
         _, at = order.rows(at, min(_SKIPPED_AT_ONCE, first_row - first))
@@ -343,7 +343,7 @@ def _text_of(documents: Documents, piece: Piece, tokenizer: Tokenizer) -> str:
 def _with_marks(ids: np.ndarray, tokenizer: Tokenizer) -> str:
     """Decode tokens to text and spell out fill-in-the-middle marks, which the tokenizer's decoder drops."""
     text = ""
-    # Split at the marks, so that each part is one mark followed by ordinary tokens.
+    # Split at the marks, so that each span is one mark followed by ordinary tokens.
     marks = np.flatnonzero(np.isin(ids, tokenizer.special.fim or ()))
     for part in np.split(ids, marks):
         if len(part) and len(marks) and part[0] in ids[marks]:
@@ -359,7 +359,9 @@ _SKIPPED_AT_ONCE = 1024
 
 
 def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tuple[int, int]:
-    """Return the block that contains an epoch's row, and the row's index in it; raise ConfigError if there is none."""
+    """Return the epoch block that contains an epoch's row, and the row's index in it; raise ConfigError if there is
+    none.
+    """
     # Row counts are known only after planning, so plan blocks in order until the row is reached.
     first = 0
     for block in range(planner.num_blocks):

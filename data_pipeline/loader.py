@@ -5,7 +5,7 @@ The global row order does not depend on the number of ranks, so a loader state r
 Step s takes the global rows [s·R, (s+1)·R), R = ``rows_per_step``: the global batch, in rows. ``rows.micro_batches``
 assigns them in order: with D data ranks and B rows in every micro-batch, micro-batch a on data rank d takes the B rows
 from s·R + a·(D·B) + d·B on. With ``cost``, a step's rows are permuted first, to balance the ranks' work. An epoch is
-planned block by block (``rows.epoch_blocks``), and only the current and the next block are in memory. Epoch e + 1
+planned in epoch blocks (``rows.epoch_blocks``), and only the current and the next one are in memory. Epoch e + 1
 follows epoch e without a gap, also within a step.
 """
 
@@ -119,8 +119,9 @@ def build_validation_loader(
 ) -> ValidationLoader:
     """Build a loader over the first ``max_rows`` rows (all if unset) in a shard folder or mixture, in a fixed order.
 
-    Each iteration yields these rows once, the same ones for any seed. A mixture is read with its initial shares; with
-    ``held_out``, only the documents held out from its sources are read. ``held_out`` does not affect a shard folder.
+    Each iteration yields these rows once, the same ones for any seed. A mixture is read with its initial token shares;
+    with ``held_out``, only the documents held out from its sources are read. ``held_out`` does not affect a shard
+    folder.
 
     Every rank gets the same number of micro-batches, with ``micro_batch_rows`` rows each. Padding rows complete the
     last one: on some ranks it may contain only padding. With ``even``, micro-batches have at most ``micro_batch_rows``
@@ -166,7 +167,8 @@ def open_order(
     source_seq_len: int = 0,
     open_folder: OpenFolder = open_validated,
 ) -> tuple[tuple[ShardSet, ...], RowOrder]:
-    """Open a run's shard folders and return them with their row order (``rows.order``), for planning without a loader.
+    """Open a training run's shard folders and return them with their row order (``rows.order``), for planning without a
+    loader.
 
     ``data`` is one folder or a mixture file that lists several. Raises ConfigError for an invalid file, and DataError
     if a folder is empty or cannot be read.
@@ -198,7 +200,7 @@ def _open_mixture(
 
 @dataclass(frozen=True)
 class LocalMicroBatch:
-    """One rank's share of a micro-batch, and what the full micro-batch contains."""
+    """One rank's portion of a micro-batch, and what the full micro-batch contains."""
 
     share: CompactBatch
     """This rank's tokens, [1, t]: the micro-batch's rows are concatenated before they are sharded."""
@@ -213,7 +215,7 @@ class LocalMicroBatch:
 class Loader:
     """Endless iterator over one data rank's micro-batches; see ``build_loader``.
 
-    ``next`` reads complete micro-batches, ``take`` only this rank's share (context parallelism). ``claim`` postpones
+    ``next`` reads complete micro-batches, ``take`` only this rank's portion (context parallelism). ``claim`` postpones
     that read, so that training can prefetch in threads (``StepPrefetcher``). All three advance the same position.
     """
 
@@ -270,9 +272,9 @@ class Loader:
         return batch.unpack()
 
     def take(self, place: Place, place_source: Place | None = None) -> LocalMicroBatch:
-        """Read this rank's share of the next micro-batch: the tokens that ``place`` selects.
+        """Read this rank's portion of the next micro-batch: the tokens that ``place`` selects.
 
-        ``place_source`` selects its source tokens; None means ``place``. Reads only that share. The result is bitwise
+        ``place_source`` selects its source tokens; None means ``place``. Reads only that portion. The result is bitwise
         equal to sharding the micro-batch that ``next`` returns.
         """
         # Advance only after a successful read: a failed one leaves the position unchanged.
@@ -336,7 +338,7 @@ class Loader:
         return None
 
     def pack_report(self) -> PackReport:
-        """Report rows, padding, cuts and truncation in the current epoch; estimated if it has several blocks."""
+        """Report rows, padding, cuts and truncation in the current epoch; estimated if it has several epoch blocks."""
         return self._order.report(self._position)
 
     def state_dict(self) -> dict[str, Any]:
@@ -465,9 +467,9 @@ class ValidationLoader:
             yield self._reader.batch(self._rows_of(number)).unpack()
 
     def shares(self, place: Place, place_source: Place | None = None) -> Iterator[CompactBatch]:
-        """Yield this rank's share of each micro-batch, [1, t]: the tokens that ``place`` selects.
+        """Yield this rank's portion of each micro-batch, [1, t]: the tokens that ``place`` selects.
 
-        ``place_source`` selects source tokens; None means ``place``. Reads only these shares.
+        ``place_source`` selects source tokens; None means ``place``. Reads only these portions.
         """
         for number in range(len(self)):
             yield self._reader.share(self._rows_of(number), place, place_source)[0]

@@ -1,8 +1,8 @@
-"""On-disk checkpoint format: a manifest, and flat pieces of named tensors in safetensors files. This module reads it.
+"""On-disk checkpoint format and its reader: a manifest, and flat slices of named tensors in safetensors files.
 
 A checkpoint folder holds ``manifest.json`` (hashed), the tokenizer's files and safetensors files. Every logical tensor
 (a parameter under its Hugging Face in-memory name) exists in three fp32 roles: ``master``, ``exp_avg``, ``exp_avg_sq``.
-Each role is a list of pieces that cover the flattened tensor exactly once. The rank that owns a range writes it, so any
+Each role is a list of slices that cover the flattened tensor exactly once. The rank that owns a range writes it, so any
 ZeRO stage and any world size can write this format and read back any range. An imported model only has masters.
 """
 
@@ -61,9 +61,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _SIZE_TOLERANCE = 2**20
 """How many values tensors may be short of a model before the name-by-name comparison."""
 _HEADER_BYTES, _ENTRY_BYTES = 2 * 2**20, 1024
-"""Header size limits for a piece file: the writer's reserve, and per piece."""
+"""Header size limits for a safetensors file: the writer's reserve, and per tensor slice."""
 _FEW_VALUES, _ENTRY_VALUES = 100_000, 16
-"""JSON value limits for its header: a few that belong to no piece, and per piece."""
+"""JSON value limits for its header: a few that belong to no slice, and per slice."""
 _SCRATCH_VALUES = 1 << 20
 """Staging buffer size, in values, for destinations that a file cannot be read into."""
 _HINT = "`longctx checkpoint verify` names every damaged file; resume from an older checkpoint."
@@ -123,7 +123,7 @@ class CheckpointReader:
 
     def read_range(self, name: str, role: str, start: int, numel: int) -> Tensor:
         """Read ``numel`` values of the flattened tensor from ``start``, fp32 [numel]."""
-        # Check that every piece exists with its size before allocating, so that a forged manifest cannot exhaust
+        # Check that every slice exists with its size before allocating, so that a forged manifest cannot exhaust
         # memory.
         locations = self._locate_values(name, role, start, numel)
         out = torch.empty(numel, dtype=torch.float32)
@@ -133,8 +133,9 @@ class CheckpointReader:
     def read_into(self, name: str, role: str, start: int, out: Tensor) -> None:
         """Fill ``out``, flat, with any dtype and device, with values of the flattened tensor from ``start``.
 
-        Only the needed blocks are read; if the manifest has block hashes, each block is hashed before use. Raise
-        CheckpointError if the file is damaged there: values filled before are correct, the remaining ones untouched.
+        Only the needed checksum blocks are read; if the manifest has block hashes, each block is hashed before use.
+        Raise CheckpointError if the file is damaged there: values filled before are correct, the remaining ones
+        untouched.
         """
         self._fill(out, start, self._locate_values(name, role, start, len(out)))
 
@@ -170,7 +171,7 @@ class CheckpointReader:
         return [problem for problem in map(self._size_problem, self.manifest["files"]) if problem]
 
     def check_entries(self) -> None:
-        """Raise CheckpointError unless every piece is in its file with its size; only headers are read."""
+        """Raise CheckpointError unless every slice is in its file with its size; only headers are read."""
         for roles in self._pieces.values():
             for found in roles.values():
                 for piece in found:
@@ -208,7 +209,7 @@ class CheckpointReader:
         if start < 0 or start + numel > torch.Size(self.shape(name)).numel():
             raise ValueError(f"values {start} to {start + numel} are not all in {name}, shape {self.shape(name)}")
         found = []
-        # overlap between the requested range and each piece
+        # overlap between the requested range and each slice
         for piece in self._pieces[name][role]:
             lo, hi = max(start, piece.start), min(start + numel, piece.start + piece.numel)
             if lo < hi:
@@ -222,12 +223,12 @@ class CheckpointReader:
 
 
 class PieceFiles:
-    """The files that hold a checkpoint's pieces, opened on first use."""
+    """The files that hold a checkpoint's tensor slices, opened on first use."""
 
     def __init__(
         self, folder: Path, files: dict[str, dict[str, Any]], pieces: Iterable[CheckpointPiece], *, past_cache: bool
     ) -> None:
-        """Set the manifest's ``files`` entries and all ``pieces`` in them.
+        """Set the manifest's ``files`` entries and all slices (``pieces``) in them.
 
         ``past_cache`` suits files that are read once: caching them costs time, and memory that others need.
         """
@@ -237,7 +238,7 @@ class PieceFiles:
         self._blocks = BlockReader(past_cache=past_cache)
 
     def place(self, piece: CheckpointPiece) -> int:
-        """Return a piece's first byte in its file; raise CheckpointError unless it matches the manifest."""
+        """Return a slice's first byte in its file; raise CheckpointError unless it matches the manifest."""
         entry = self._open_file(piece.file).entry(piece.key)
         if entry is None:
             raise CheckpointError(
@@ -313,9 +314,9 @@ def _hash_problem(path: Path, entry: dict[str, Any]) -> str:
         return f"{path.name} cannot be read: {error.strerror or error}"
     if found["hash"] != entry["hash"]:
         return f"{path.name} is damaged: its xxh3-128 differs from the manifest's"
-    # loading compares these block hashes, not the one above
+    # loading compares these checksum blocks' hashes, not the one above
     if found.get("blocks") != entry.get("blocks"):
-        return f"{path.name} is damaged: a block's xxh3-128 differs from the manifest's"
+        return f"{path.name} is damaged: a checksum block's xxh3-128 differs from the manifest's"
     return ""
 
 

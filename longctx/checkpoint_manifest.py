@@ -1,7 +1,7 @@
 """Read a checkpoint's manifest as untrusted input.
 
 Its hash proves that it is complete, but anyone can compute one. So everything that affects memory, time or paths is
-checked here, from the manifest alone: types and ranges, file names, and that the pieces cover each tensor exactly once,
+checked here, from the manifest alone: types and ranges, file names, and that the slices cover each tensor exactly once,
 with bytes that the files are declared to have.
 """
 
@@ -143,9 +143,9 @@ def reject_other_formats(folder: Path) -> None:
 
 
 def read_pieces(manifest: dict[str, Any], path: Path) -> Pieces:
-    """Return each tensor's pieces; raise CheckpointError unless every role is covered exactly once.
+    """Return each tensor's slices; raise CheckpointError unless every role is covered exactly once.
 
-    Every piece must be in a listed file with enough bytes. ``path`` is the manifest's path, for messages.
+    Every slice must be in a listed file with enough bytes. ``path`` is the manifest's path, for messages.
     """
     pieces = {
         name: {role: [CheckpointPiece(**piece) for piece in found] for role, found in entry["roles"].items()}
@@ -157,7 +157,7 @@ def read_pieces(manifest: dict[str, Any], path: Path) -> Pieces:
 
 
 def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
-    """Yield the problems with the pieces; the first may hide others."""
+    """Yield the problems with the slices; the first may hide others."""
     held: dict[str, int] = dict.fromkeys(manifest["files"], 0)
     seen: set[tuple[str, str]] = set()
     for name, roles in pieces.items():
@@ -166,7 +166,7 @@ def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
             yield f"tensors.{name} has shape {shown(manifest['tensors'][name]['shape'])}, too many values for a file"
         for role, found in roles.items():
             at = 0
-            # In order, each piece must start at the previous one's end: no gap and no overlap.
+            # In order, each slice must start at the previous one's end: no gap and no overlap.
             for piece in sorted(found, key=lambda p: (p.start, p.numel)):
                 if piece.start != at:
                     yield f"{name} ({role}) has a gap or an overlap at value {at}"
@@ -176,7 +176,7 @@ def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
                     continue
                 # Two tensors sharing one entry would be trained separately and saved as two.
                 if (piece.file, piece.key) in seen:
-                    yield f"{name} ({role}) shares {shown(piece.key)} in {piece.file} with another piece"
+                    yield f"{name} ({role}) shares {shown(piece.key)} in {piece.file} with another slice"
                 seen.add((piece.file, piece.key))
                 at += piece.numel
                 held[piece.file] += VALUE_BYTES * piece.numel
@@ -186,8 +186,8 @@ def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
     for file, num_bytes in held.items():
         entry = manifest["files"][file]
         if num_bytes > entry["bytes"]:
-            yield f"{file} has {entry['bytes']} bytes, but its pieces {num_bytes}"
-        # unless every block has a hash, some bytes would be used unchecked
+            yield f"{file} has {entry['bytes']} bytes, but its slices {num_bytes}"
+        # unless every checksum block has a hash, some bytes would be used unchecked
         if "blocks" in entry and len(entry["blocks"]) != HASH_HEX_LENGTH * num_blocks(entry["bytes"]):
             yield f"{file} has {entry['bytes']} bytes, but {len(entry['blocks']) // HASH_HEX_LENGTH} block hashes"
 

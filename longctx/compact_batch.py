@@ -71,8 +71,8 @@ class CompactBatch:
     shape: tuple[int, int]
     """(B, t)."""
     target_runs: Tensor | None = None
-    """Runs of sequence tokens whose target counts in the loss, within this rank's documents: each run's first token and
-    end, int64 [2 · runs], ascending. None if every target counts."""
+    """Ranges of consecutive sequence tokens whose target counts in the loss, within this rank's documents: each range's
+    first token and end, int64 [2 · ranges], ascending. None if every target counts."""
     masked: Tensor | None = None
     """This rank's masked tokens, and the token ids that replace them, int32 [2, chosen]; ``ids`` keep the originals.
     None without masking."""
@@ -263,7 +263,7 @@ class CompactBatch:
 
 
 def _inside(bounds: Tensor, index: Tensor) -> Tensor:
-    """Return whether each index is inside a run from ``bounds``."""
+    """Return whether each index is inside a range from ``bounds``."""
     return torch.searchsorted(bounds, index, right=True) % 2 == 1
 
 

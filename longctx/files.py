@@ -171,11 +171,11 @@ def read_manifest_bytes(folder: Path) -> tuple[bytes, int]:
     """Return a checkpoint's manifest text and its value limit; raise OSError or ValueError if it cannot be read."""
     if (folder / MANIFEST).is_symlink():
         check_link(folder, MANIFEST)
-    # A manifest larger than twice the folder's other files cannot describe a checkpoint: each piece takes about as many
-    # bytes in its file's header.
+    # A manifest larger than twice the folder's other files cannot describe a checkpoint: each tensor slice takes about
+    # as many bytes in its file's header.
     safetensors_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
     most_bytes = min(_SMALL_MANIFEST_BYTES + 2 * safetensors_bytes, _MOST_MANIFEST_BYTES)
-    # a piece takes some 130 bytes and has four values
+    # a slice takes some 130 bytes and has four values
     return read_bounded(folder / MANIFEST, most_bytes), _SMALL_MANIFEST_VALUES + most_bytes // 20
 
 
@@ -213,7 +213,7 @@ def size_problem(path: Path, num_bytes: int) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """Return the xxh3_128 over the file's bytes as 32 hex digits, read in pieces."""
+    """Return the xxh3_128 over the file's bytes as 32 hex digits, reading 4 MiB at a time."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(1 << 22):

@@ -80,7 +80,7 @@ class SwapFile:
     def _transfer(
         self, offset: int, parts: Sequence[Tensor], move_block: Callable[[int, memoryview, bool], None]
     ) -> list[Future[None]]:
-        """Submit the tensors to the workers, block by block."""
+        """Submit the tensors to the workers, one transfer at a time."""
         futures = []
         for tensor in parts:
             assert offset % ALIGNMENT == 0, "direct I/O requires aligned file offsets"
@@ -95,7 +95,7 @@ class SwapFile:
     def _write_block(self, offset: int, block: memoryview, is_aligned: bool) -> None:
         if self.is_direct and not (is_aligned and len(block) % ALIGNMENT == 0):
             bounce = self._bounce_buffer(len(block))
-            # the file's bytes past the block's end are unused
+            # the file's bytes past the transfer's end are unused
             bounce[: len(block)] = block
             block = bounce
         self._repeat(os.pwritev, offset, block)
@@ -109,7 +109,7 @@ class SwapFile:
             self._repeat(os.preadv, offset, block)
 
     def _repeat(self, call: Callable[[int, list[memoryview], int], int], offset: int, block: memoryview) -> None:
-        """Call ``pwritev`` or ``preadv`` until the full block is transferred: the system may stop earlier."""
+        """Call ``pwritev`` or ``preadv`` until all bytes are transferred: the system may stop earlier."""
         done = 0
         while done < len(block):
             try:

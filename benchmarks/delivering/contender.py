@@ -1,4 +1,4 @@
-"""What takes part in the contest of deliveries: who opens a corpus and gives row after row."""
+"""Interface of a contender in the delivery benchmark: it opens a corpus and yields rows."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ TOKENS_FILE, OFFSETS_FILE = "tokens.bin", "offsets.npy"
 
 @dataclass(frozen=True)
 class Tokens:
-    """A corpus in the plainest form: the ids of all documents end to end, and where each begins."""
+    """A corpus in the plainest form: all documents' ids end to end, and each document's start."""
 
     path: Path
-    """The file of ids, uint16."""
+    """File of ids, uint16."""
     offsets: np.ndarray
-    """Int64 [documents + 1]."""
+    """Document starts and the end, int64 [documents + 1]."""
 
     @classmethod
     def load(cls, folder: Path) -> Tokens:
-        """That of a folder."""
+        """Load a folder's tokens."""
         return cls(folder / TOKENS_FILE, np.load(folder / OFFSETS_FILE))
 
     def ids(self) -> np.ndarray:
-        """All ids, uint16, as a memory map."""
+        """Return all ids, uint16, as a memory map."""
         return np.memmap(self.path, np.uint16, "r")
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Yield the ids of each document."""
+        """Yield each document's ids."""
         ids = self.ids()
         for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True):
             yield ids[start:stop]
 
     def rows(self, seq_len: int) -> Iterator[np.ndarray]:
-        """Yield the ids cut into rows of ``seq_len``, documents or not: what prepacked formats hold."""
+        """Yield the ids cut into rows of ``seq_len``, regardless of documents: the content of prepacked formats."""
         ids = self.ids()
         for start in range(0, len(ids) - seq_len + 1, seq_len):
             yield ids[start : start + seq_len]
@@ -45,45 +45,45 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Delivery:
-    """A corpus that is open."""
+    """An open corpus."""
 
     rows: Iterator[Any]
-    """Row after row, without end. What a row is, ``Contender.gives`` says."""
+    """Endless rows; ``Contender.gives`` describes their content."""
     state: Callable[[], Any]
-    """What a checkpoint would keep to go on from here."""
+    """State that a checkpoint would keep to resume from here."""
     rows_at_once: int = 1
-    """Rows of the corpus in each row of ``rows``: of a micro-batch more than one."""
+    """Corpus rows in each item of ``rows``: more than one for a micro-batch."""
 
 
 Open = Callable[[Path, Path, int], Delivery]
-"""Opens a corpus: its folder, the contender's own folder, tokens of a row."""
+"""Opens a corpus: its folder, the contender's own folder, tokens per row."""
 
 Prepare = Callable[[Path, Path, int], None]
-"""Writes a corpus in the contender's own format into its own folder, which exists, for rows of one length."""
+"""Writes a corpus in the contender's own format into its own existing folder, for rows of one length."""
 
 
 def nothing_to_prepare(corpus: Path, own: Path, seq_len: int) -> None:
-    """For those who read the corpus as it is."""
+    """Do nothing, for contenders that read the corpus as it is."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to get rows out of a corpus."""
+    """One way to read rows from a corpus."""
 
     name: str
     open: Open
     gives: str
-    """What stands in a row, and in which integers."""
+    """A row's content and integer type."""
     cuts: str = "–"
     """How documents become rows."""
     prepare: Prepare = nothing_to_prepare
     imports: Sequence[str] = ()
-    """What it needs beyond this project, as it is imported."""
+    """Packages it needs beyond this project, by import name."""
     burst: int = 1
-    """Rows that are made at one time: only whole ones are counted."""
+    """Rows produced at once: only complete batches count."""
 
 
 def endlessly(rows: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """Yield what ``rows`` gives, again and again."""
+    """Yield the rows again and again."""
     while True:
         yield from rows()

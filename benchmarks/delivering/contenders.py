@@ -1,4 +1,4 @@
-"""Our loader, and bare copies of a memory map: what nothing that gives 32-bit or 64-bit ids can be faster than."""
+"""Our loader, and bare copies from a memory map: an upper limit for any loader of 32-bit or 64-bit ids."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch
 
 SHARDS = "shards"
-"""The shard folder within the folder of a corpus."""
+"""Shard folder within a corpus folder."""
 STEP_TOKENS = 1 << 20
-"""Of a step, in micro-batches of a row."""
+"""Tokens per step, in micro-batches with one row each."""
 BATCH_TOKENS = 1 << 16
-"""Of a micro-batch, where it has more rows than one."""
+"""Tokens per micro-batch, if it has several rows."""
 OURS, OURS_CHECKED, OURS_UNPACKED = "longctx", "longctx, checked before", "longctx, checked before, unpacked"
 OURS_BATCHED = f"longctx, checked before, micro-batches of {BATCH_TOKENS:,} tokens"
 COPY, WIDE_COPY = "bare copy to int32", "bare copy to int64"
 
 
 def whole(documents: PackedDocuments) -> Share:
-    """A place with all tokens of a micro-batch."""
+    """Place all tokens of a micro-batch on one rank."""
     return Share(documents, [(0, documents.num_tokens, 1)], None)
 
 
 def deliver(loader: Loader) -> Iterator[CompactBatch]:
-    """Yield row after row as a training step takes them."""
+    """Yield rows in the order in which a training step takes them."""
     while True:
         yield loader.take(whole).share
 
@@ -45,13 +45,13 @@ def _open_ours(shards: ShardSet, seq_len: int, rows_at_once: int = 1) -> Deliver
 
 
 def open_ours(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """As a run does: each block is compared with its checksum when it is first read, in one epoch all of them."""
+    """Open as in a training run's first epoch: each checksum block is verified when it is first read."""
     return _open_ours(ShardSet.open(corpus / SHARDS), seq_len)
 
 
 @cache
 def _checked(folder: Path) -> ShardSet:
-    """A shard folder of which every block was read."""
+    """Open a shard folder and verify every checksum block."""
     shards = ShardSet.open(folder)
     for number in range(len(shards.manifest.shards)):
         shard_tokens(shards, number)
@@ -59,17 +59,17 @@ def _checked(folder: Path) -> ShardSet:
 
 
 def open_ours_checked(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """As a run does from its second epoch on: no block is compared again."""
+    """Open as in a training run's later epochs: no checksum block is verified again."""
     return _open_ours(_checked(corpus / SHARDS), seq_len)
 
 
 def open_ours_batched(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """Several short rows in each micro-batch, as a run with short rows has them."""
+    """Open with several short rows per micro-batch, as a training run with short rows has them."""
     return _open_ours(_checked(corpus / SHARDS), seq_len, max(1, BATCH_TOKENS // seq_len))
 
 
 def open_ours_unpacked(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """What a training step on the CPU works on."""
+    """Open with batches unpacked to what a training step on the CPU computes on."""
     delivery = _open_ours(_checked(corpus / SHARDS), seq_len)
     return Delivery((batch.unpack() for batch in delivery.rows), delivery.state)
 
@@ -91,12 +91,12 @@ def _open_copy(corpus: Path, seq_len: int, dtype: type) -> Delivery:
 
 
 def open_copy(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """Rows in the order of the file."""
+    """Yield rows in file order."""
     return _open_copy(corpus, seq_len, np.int32)
 
 
 def open_wide_copy(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """The same in int64."""
+    """Yield the same in int64."""
     return _open_copy(corpus, seq_len, np.int64)
 
 

@@ -1,4 +1,4 @@
-"""All contenders over one corpus, taking turns: so that what else the machine does meets all of them."""
+"""Run all contenders over one corpus in turns, so that other load on the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from benchmarks.delivering.peers import PEERS
 
 ROOT = Path(__file__).parents[2]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
-"""Where the other projects are installed, unless they are beside this one."""
+"""Python with the other projects, unless they are installed with this one."""
 PATIENCE_SECONDS = 1200.0
 MOST_SECONDS = 0.25
-"""CPU seconds of one turn: who is slow does not deliver the whole corpus."""
+"""Maximum CPU seconds per turn: a slow contender does not deliver the full corpus."""
 
 
 class Seat:
-    """A contender's process, as the contest sees it."""
+    """A contender's process, from the parent's side."""
 
     def __init__(self, contender: Contender, corpus: Path) -> None:
         self.contender = contender
@@ -44,14 +44,14 @@ class Seat:
         )
         answer = self._answer()
         self.problem = ""
-        """Why it takes no part."""
+        """Reason for not taking part; empty if it does."""
         if answer.get("missing"):
             self.problem = f"{answer['missing']} is not installed"
         elif "error" in answer:
             self.problem = answer["error"]
 
     def ask(self, what: str, **of: Any) -> dict[str, Any]:
-        """What it answers to an order; {} from who takes no part any more."""
+        """Send an order and return the answer; {} for a contender that no longer takes part."""
         if self.problem:
             return {}
         assert self._process.stdin is not None
@@ -88,9 +88,9 @@ class Seat:
 def compete(
     corpus: Path, seq_lens: Sequence[int], tokens: int, rounds: int, contenders: Sequence[Contender] = (*HERE, *PEERS)
 ) -> list[dict[str, Any]]:
-    """A row for each contender and length of rows: the best of the rounds in time, the most of them in memory.
+    """Return a row per contender and row length: the best time over rounds, and the maximum memory.
 
-    A turn is an epoch of ``tokens``, or ``MOST_SECONDS`` where that is less.
+    A turn is an epoch of ``tokens``, or ``MOST_SECONDS`` if that is less.
     """
     seats = [Seat(contender, corpus) for contender in contenders]
     try:
@@ -105,7 +105,7 @@ def compete(
 
 
 def _compete_at(seats: Sequence[Seat], folder: Path, seq_len: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """Rows of one length."""
+    """Measure rows of one length."""
     own = {seat.contender.name: str(folder / str(number)) for number, seat in enumerate(seats)}
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in own}
     for seat in seats:
@@ -128,7 +128,7 @@ def _compete_at(seats: Sequence[Seat], folder: Path, seq_len: int, tokens: int, 
 
 
 def _row(seat: Seat, seq_len: int, turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A contender's figures."""
+    """Return a contender's results as a row."""
     contender = seat.contender
     row: dict[str, Any] = {"seq_len": seq_len, "contender": contender.name, "gives": contender.gives}
     row |= {"cuts": contender.cuts, "problem": seat.problem}
@@ -143,7 +143,7 @@ def _row(seat: Seat, seq_len: int, turns: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def _add_shares(rows: list[dict[str, Any]]) -> None:
-    """What part of a bare copy's rate each has."""
+    """Add each contender's rate as a fraction of a bare copy's."""
     rates = {row["contender"]: row.get("mtokens_a_cpu_second") for row in rows}
     floor = rates.get(COPY)
     for row in rows:

@@ -1,4 +1,4 @@
-"""The corpora of the contest, each as plain tokens and as our shards."""
+"""The benchmark's corpora, each as plain tokens and as our shards."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from data_pipeline.shards.shard_writer import EncodedDocument, ShardWriter
 
 TOKENS = 100_000_000
 MEAN_LOG, SIGMA_LOG = 7.03, 1.8
-"""Of the lengths' logarithms: 5,700 tokens on average, half of the documents below 1,130, the longest above a row of a
-million."""
+"""Mean and deviation of the lengths' logarithms: 5,700 tokens on average, half of the documents below 1,130, the
+longest above a million-token row.
+"""
 SAMPLE_BYTES = 4 << 20
-"""Text that the default corpus's tokenizer learns from: enough for its benchmark, and soon done."""
+"""Text to train the default corpus's tokenizer: enough for its benchmark, and quickly done."""
 
 
 def draw_lengths(tokens: int, seed: int = 0) -> np.ndarray:
-    """Lengths of documents that have so many tokens together, int64, log-normal; each is at least 2."""
+    """Draw log-normal document lengths, int64, with this many tokens in total; each is at least 2."""
     random = np.random.default_rng(seed)
     lengths = np.empty(0, np.int64)
     while lengths.sum() < tokens:
@@ -34,7 +35,7 @@ def draw_lengths(tokens: int, seed: int = 0) -> np.ndarray:
     ends = np.cumsum(lengths)
     count = int(np.searchsorted(ends, tokens)) + 1
     lengths = lengths[:count]
-    # The last one ends where the corpus does.
+    # The last one ends with the corpus.
     lengths[-1] -= ends[count - 1] - tokens
     if lengths[-1] < 2:
         lengths = np.append(lengths[:-2], lengths[-2] + lengths[-1])
@@ -42,7 +43,7 @@ def draw_lengths(tokens: int, seed: int = 0) -> np.ndarray:
 
 
 def make_synthetic(folder: Path, tokens: int = TOKENS, seed: int = 0) -> Path:
-    """Random ids; each document ends with ``END``, which stands nowhere else."""
+    """Write random ids; each document ends with ``END``, which occurs only there."""
     folder.mkdir()
     lengths = draw_lengths(tokens, seed)
     offsets = np.zeros(len(lengths) + 1, np.int64)
@@ -75,7 +76,7 @@ def make_synthetic(folder: Path, tokens: int = TOKENS, seed: int = 0) -> Path:
 
 
 def make_default(folder: Path, source: str = "stdlib") -> Path:
-    """The default corpus, or another source, with a tokenizer that learnt from a part of it."""
+    """Write the default corpus, or another source, with a tokenizer trained on a prefix of it."""
     folder.mkdir()
     tokenizer = train_tokenizer(
         open_source(source), folder / "tokenizer.model", vocab_size=VOCABULARY // 4, max_text_bytes=SAMPLE_BYTES

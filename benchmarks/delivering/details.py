@@ -1,4 +1,4 @@
-"""What a rate does not show: one rank's slice of a row, waits beside a computing thread, single documents, packing."""
+"""Measurements beyond rates: one rank's slice of a row, waits during computation, single documents, packing."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from parallel.layout.sequence import SequenceLayout
 
 PAGE_BYTES = 4096
 DEGREE, SLICED_TOKENS = 16, 1 << 20
-"""Context ranks, and the row that they share."""
+"""Context ranks, and the row that they split."""
 ROUNDS = 5
 RANDOM_DOCUMENTS = 20_000
 WAITED_TOKENS, WAITED_STEPS, COMPUTED_SECONDS = 1 << 18, 300, 0.02
-"""Rows that are waited for, how many of them, and how long the main thread computes between two of them."""
+"""Row length for waits, their number, and how long the main thread computes between two of them."""
 DATA_RANKS, MICRO_BATCHES = 8, 8
 LINEAR_TOKENS = 61_000
-"""Length at which attention costs as much as everything else: of a model of 8 billion parameters in Llama's shape."""
+"""Length at which attention costs as much as all other operations in an 8-billion-parameter Llama."""
 
 
 # --- a slice of a row -----------------------------------------------------------------------------------------
 
 
 class CountingShards(ShardSet):
-    """A shard folder that knows which pages of its files hold the tokens that were asked for."""
+    """A shard folder that records the file pages with requested tokens."""
 
     def count_pages(self) -> set[int]:
-        """Begin to count: the set that the numbers of pages will be in."""
+        """Start counting: the page numbers go into this set."""
         self._pages: set[int] = set()
         return self._pages
 
     def slices(self, pieces: Iterable[tuple[int, int, int]], side: Side = "target") -> list[np.ndarray]:
-        """Tokens of documents, as ever."""
+        """Return documents' tokens, as ``ShardSet.slices`` does."""
         found = super().slices(pieces, side)
         for tokens in found:
             if tokens.nbytes:
@@ -58,7 +58,7 @@ class CountingShards(ShardSet):
 
 
 def zigzag(rank: int, documents: PackedDocuments) -> Share:
-    """The tokens of one of ``DEGREE`` context ranks: two chunks, one from each half of the row."""
+    """Return one rank's tokens among ``DEGREE`` context ranks: two slices, one from each half of the row."""
     layout = SequenceLayout.build("zigzag", documents.num_tokens, DEGREE, documents)
     return Share(documents, layout.rank_runs(rank), layout)
 
@@ -66,9 +66,9 @@ def zigzag(rank: int, documents: PackedDocuments) -> Share:
 def measure_slices(
     corpus: Path, seq_len: int = SLICED_TOKENS, num_rows: int = 8, rounds: int = ROUNDS
 ) -> dict[str, Any]:
-    """A rank's slice beside the whole row: seconds, pages of tokens, bytes whose checksums are compared.
+    """Compare a rank's slice with the full row: seconds, pages of tokens, bytes with verified checksums.
 
-    Seconds are those of ``Loader.take`` where the row is planned and all is checked, the mean over ranks and rows.
+    Seconds are those of ``Loader.take`` after planning and verification, the mean over ranks and rows.
     """
     shards = ShardSet.open(corpus / SHARDS)
     for number in range(len(shards.manifest.shards)):
@@ -95,11 +95,11 @@ def measure_slices(
 
 
 def _seconds_a_row(shards: ShardSet, seq_len: int, num_rows: int, places: Sequence[Place]) -> float:
-    """CPU seconds of a take, the mean of these places and so many rows."""
+    """Return a take's CPU seconds, the mean over these places and this many rows."""
     spent = 0.0
     for place in places:
         loader = build_loader(shards, seq_len=seq_len, rows_per_step=1)
-        # The block is planned with the first row.
+        # The epoch block is planned with the first row.
         loader.take(place)
         began = time.process_time()
         for _ in range(num_rows):
@@ -109,11 +109,11 @@ def _seconds_a_row(shards: ShardSet, seq_len: int, num_rows: int, places: Sequen
 
 
 def _touched(corpus: Path, seq_len: int, number: int, place: Place) -> tuple[int, int]:
-    """Pages that hold the tokens of a part of one row, and bytes of blocks that reading it compares."""
+    """Return the pages with a slice's tokens in one row, and the bytes of checksum blocks that reading it verifies."""
     shards = CountingShards.open(corpus / SHARDS)
     assert isinstance(shards, CountingShards)
     loader = build_loader(shards, seq_len=seq_len, rows_per_step=1)
-    # Lengths of all documents are read with the plan: what their blocks take is not a row's.
+    # All documents' lengths are read with the plan: their checksum blocks do not count for a row.
     loader.pack_report()
     _skip(loader, number)
     pages, checked = shards.count_pages(), 0
@@ -130,7 +130,7 @@ def _touched(corpus: Path, seq_len: int, number: int, place: Place) -> tuple[int
 
 
 def _skip(loader: Loader, rows: int) -> None:
-    """Go on behind so many rows, of which nothing is read."""
+    """Skip this many rows without reading them."""
     state = loader.state_dict()
     loader.load_state_dict(state | {"rows_consumed": rows, "epoch_row": rows, "block_row": rows})
 
@@ -139,9 +139,10 @@ def _skip(loader: Loader, rows: int) -> None:
 
 
 def measure_waits(corpus: Path, seq_len: int = WAITED_TOKENS, steps: int = WAITED_STEPS) -> dict[str, Any]:
-    """How long ``next_step`` is waited for while the main thread computes between two steps: median, p99, worst.
+    """Measure the wait for ``next_step`` while the main thread computes between two steps: median, p99, maximum.
 
-    ``own`` leaves out how long the loader had no core, and the main thread none while it waited: other programs' time.
+    ``own`` excludes the time in which the loader had no core, or the main thread had none while it waited: other
+    programs' time.
     """
     loader = build_loader(ShardSet.open(corpus / SHARDS), seq_len=seq_len, rows_per_step=1)
     feed = StepPrefetcher(loader, whole, num_steps=steps + 1, device=torch.device("cpu"))
@@ -152,7 +153,7 @@ def measure_waits(corpus: Path, seq_len: int = WAITED_TOKENS, steps: int = WAITE
         for _ in range(steps):
             before = _seconds_without_core()
             _compute(COMPUTED_SECONDS)
-            # The main thread is waited with, not for: only what it lost while it waited counts.
+            # For the main thread, only the time it lost while it waited counts.
             before[main] = _seconds_without_core()[main]
             seconds = feed.next_step()[1]
             lost = sum(lost - before.get(thread, 0.0) for thread, lost in _seconds_without_core().items())
@@ -172,7 +173,7 @@ def measure_waits(corpus: Path, seq_len: int = WAITED_TOKENS, steps: int = WAITE
 
 
 def _seconds_without_core() -> dict[int, float]:
-    """How long each thread of Python's was ready to run and had no core so far, by its number."""
+    """Return each Python thread's total time ready to run without a core, by thread number."""
     found = {}
     for thread in threading.enumerate():
         path = Path(f"/proc/self/task/{thread.native_id}/schedstat")
@@ -195,7 +196,9 @@ def _compute(seconds: float) -> None:
 
 
 def measure_documents(corpus: Path, count: int = RANDOM_DOCUMENTS, rounds: int = ROUNDS) -> dict[str, Any]:
-    """CPU microseconds to a view of a document's tokens, documents in random order; and to a view of an array alone."""
+    """Measure CPU microseconds per view of a document's tokens, in random document order, and per view of a plain
+    array.
+    """
     shards = ShardSet.open(corpus / SHARDS)
     for number in range(len(shards.manifest.shards)):
         shard_tokens(shards, number)
@@ -222,24 +225,24 @@ def measure_documents(corpus: Path, count: int = RANDOM_DOCUMENTS, rounds: int =
 
 
 def cost(lengths: Sequence[int]) -> int:
-    """The work of a row: attention and everything else, in a unit of its own."""
+    """Return a row's work in an arbitrary unit: attention and all other operations."""
     return sum(length * (LINEAR_TOKENS + length) for length in lengths)
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a step's ranks."""
+    """Work per rank in a step."""
 
     most: float
     mean: float
     least: float
-    """What the busiest rank has at least: ranks have equally many rows, and one of them has the costliest."""
+    """The busiest rank's minimum: ranks have equally many rows, and one of them has the costliest."""
     lockstep: float
-    """What the busiest rank of each micro-batch has, all micro-batches together."""
+    """The busiest rank's work per micro-batch, summed over micro-batches."""
 
     @classmethod
     def of(cls, costs: Sequence[int], places: Iterable[int], dealt: MicroBatches) -> Work:
-        """That of rows which lie at these places."""
+        """Return the work for rows at these places."""
         placed, ascending = list(places), sorted(costs)
         loads = np.array(
             [
@@ -255,10 +258,10 @@ class Work:
 
 
 def measure_packing(corpus: Path, seq_len: int, steps: int = 8) -> dict[str, Any]:
-    """What an epoch's rows waste, and by what factor the busiest data rank holds up the others.
+    """Measure padding in an epoch's rows, and the factor by which the busiest data rank delays the others.
 
-    The factor is the work of the busiest ranks of all steps over the mean rank's: with rows as they come, and as
-    the loader deals them out. In lockstep it is that of the busiest ranks of all micro-batches.
+    The factor is the busiest ranks' work over all steps divided by the mean rank's: for rows in order, and as assigned
+    by the loader. In lockstep it uses the busiest ranks of all micro-batches.
     """
     shards = ShardSet.open(corpus / SHARDS)
     _, order = open_order(shards, seq_len)

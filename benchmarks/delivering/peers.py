@@ -1,6 +1,6 @@
-"""The loaders of other projects, unmodified, each over a corpus in its own format.
+"""Other projects' loaders, unmodified, each over a corpus in its own format.
 
-They are imported where they are used: none is needed by this project, and the benchmark says which are not installed.
+They are imported on use: this project needs none of them, and the benchmark reports those that are not installed.
 """
 
 # pyright: reportMissingImports=false
@@ -18,10 +18,10 @@ import numpy as np
 from benchmarks.delivering.contender import Contender, Delivery, Tokens, endlessly
 
 END = 2
-"""The id that ends each document of both corpora."""
+"""Id that ends each document in both corpora."""
 VOCABULARY = 32_000
 EPOCHS = 4
-"""Of Megatron's index, which has an end."""
+"""Epochs in Megatron's index, which is finite."""
 BINS = 8
 """Rows that Grain keeps open: its default."""
 
@@ -30,13 +30,13 @@ BINS = 8
 
 
 class _Tokenizer:
-    """What GPTDataset asks a tokenizer for."""
+    """Tokenizer interface that GPTDataset requires."""
 
     vocab_size, eod, pad, unique_identifiers = VOCABULARY, END, 3, {"class": "none"}
 
 
 def write_megatron(corpus: Path, own: Path, seq_len: int) -> None:
-    """A ``.bin`` and its ``.idx``."""
+    """Write a ``.bin`` and its ``.idx``."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(str(own / "data.bin"), dtype=np.uint16)
@@ -50,7 +50,7 @@ def _open_megatron(own: Path, seq_len: int, *, reset: bool) -> Delivery:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
 
-    # A mask of seq_len² values is what its own flash attention has no use for either.
+    # Its own flash attention does not use a seq_len² mask either.
     config = GPTDatasetConfig(
         random_seed=0,
         sequence_length=seq_len,
@@ -79,12 +79,12 @@ def _open_megatron(own: Path, seq_len: int, *, reset: bool) -> Delivery:
 
 
 def open_megatron(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """As it comes: documents see each other."""
+    """Open with defaults: documents see each other."""
     return _open_megatron(own, seq_len, reset=False)
 
 
 def open_megatron_reset(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """With positions, masks and losses that end with a document."""
+    """Open with positions, masks and losses that end with a document."""
     return _open_megatron(own, seq_len, reset=True)
 
 
@@ -92,7 +92,7 @@ def open_megatron_reset(corpus: Path, own: Path, seq_len: int) -> Delivery:
 
 
 class _Pieces:
-    """Documents as Grain reads them: those longer than a row in pieces, which it would drop."""
+    """Documents for Grain, with those longer than a row cut into pieces, as Grain would drop them."""
 
     def __init__(self, tokens: Tokens, seq_len: int) -> None:
         self._ids = tokens.ids()
@@ -116,7 +116,7 @@ def _open_grain(corpus: Path, seq_len: int, kind: str) -> Delivery:
     from grain import experimental
 
     dataset = grain.MapDataset.source(_Pieces(Tokens.load(corpus), seq_len)).shuffle(seed=0).repeat()
-    # Reading ahead in threads gains nothing from memory, and costs CPU.
+    # Prefetching in threads gains nothing from memory, and costs CPU.
     parent = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     lengths = {"tokens": seq_len}
     if kind == "concat":
@@ -132,17 +132,17 @@ def _open_grain(corpus: Path, seq_len: int, kind: str) -> Delivery:
 
 
 def open_grain_concat(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """Documents end to end."""
+    """Open with documents end to end."""
     return _open_grain(corpus, seq_len, "concat")
 
 
 def open_grain_first(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """The first row that has room."""
+    """Open with first-fit packing."""
     return _open_grain(corpus, seq_len, "first")
 
 
 def open_grain_best(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """The row that a document fits best."""
+    """Open with best-fit packing."""
     return _open_grain(corpus, seq_len, "best")
 
 
@@ -150,7 +150,7 @@ def open_grain_best(corpus: Path, own: Path, seq_len: int) -> Delivery:
 
 
 def _import_streaming() -> Any:
-    """The package, without what it imports for pictures and for transformers."""
+    """Import the package, without its imports for images and transformers."""
     for name in ("streaming.text", "streaming.vision", "streaming.multimodal", "transformers"):
         sys.modules.setdefault(name, types.ModuleType(name))
     for name, wanted in (("feature_extraction_utils", "BatchFeature"), ("tokenization_utils_base", "BatchEncoding")):
@@ -163,7 +163,7 @@ def _import_streaming() -> Any:
 
 
 def write_mds(corpus: Path, own: Path, seq_len: int) -> None:
-    """Shards of rows that are packed already."""
+    """Write shards of prepacked rows."""
     writer = _import_streaming().MDSWriter
     with writer(out=str(own / "mds"), columns={"tokens": f"ndarray:uint16:{seq_len}"}, size_limit=1 << 26) as out:
         for row in Tokens.load(corpus).rows(seq_len):
@@ -171,7 +171,7 @@ def write_mds(corpus: Path, own: Path, seq_len: int) -> None:
 
 
 def open_mds(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """Rows in a shuffled order, as a data loader's worker reads them."""
+    """Open rows in shuffled order, as a data loader's worker reads them."""
     streaming = _import_streaming()
     streaming.base.util.clean_stale_shared_memory()
     dataset = streaming.StreamingDataset(
@@ -192,7 +192,7 @@ def open_mds(corpus: Path, own: Path, seq_len: int) -> Delivery:
 
 
 def write_litdata(corpus: Path, own: Path, seq_len: int) -> None:
-    """Chunks of 64 MB of documents."""
+    """Write 64 MB files of documents."""
     from litdata.streaming.item_loader import TokensLoader
     from litdata.streaming.writer import BinaryWriter
 
@@ -204,7 +204,7 @@ def write_litdata(corpus: Path, own: Path, seq_len: int) -> None:
 
 
 def open_litdata(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """Rows cut from chunks, documents or not."""
+    """Open rows cut from these files, regardless of documents."""
     from litdata import StreamingDataset, TokensLoader
 
     dataset = StreamingDataset(str(own), item_loader=TokensLoader(block_size=seq_len), shuffle=True, seed=0)
@@ -223,7 +223,7 @@ def open_litdata(corpus: Path, own: Path, seq_len: int) -> Delivery:
 
 
 def write_hf(corpus: Path, own: Path, seq_len: int) -> None:
-    """An Arrow file of rows that are packed already."""
+    """Write an Arrow file of prepacked rows."""
     from datasets import Features, List, Value
     from datasets.arrow_writer import ArrowWriter
 
@@ -251,12 +251,12 @@ def _open_hf(own: Path, form: str) -> Delivery:
 
 
 def open_hf_numpy(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """Rows as NumPy has them."""
+    """Open rows as NumPy arrays."""
     return _open_hf(own, "numpy")
 
 
 def open_hf_torch(corpus: Path, own: Path, seq_len: int) -> Delivery:
-    """Rows as tensors."""
+    """Open rows as tensors."""
     return _open_hf(own, "torch")
 
 

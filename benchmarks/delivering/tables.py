@@ -1,4 +1,4 @@
-"""The tables of deliveries in docs/, made from ``results/KIND/delivery.json``."""
+"""Delivery tables for docs/, from ``results/KIND/delivery.json``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 Lines = tuple[list[str], list[list[str]]]
-"""Head and rows."""
+"""Headings and rows."""
 _MIB = 1 << 20
 
 
 def of_rates(result: dict[str, Any], corpus: str) -> Lines:
-    """Contenders over one corpus: rate and share of a bare copy by length of rows."""
+    """Return the contenders over one corpus: rate, and fraction of a bare copy's rate, by row length."""
     rows = result["rates"][corpus]
     lengths = list(dict.fromkeys(row["seq_len"] for row in rows))
     head = ["", "in a row", "documents", *(f"rows of {length:,}" for length in lengths)]
@@ -36,7 +36,7 @@ def _rates_row(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _span(rows: list[dict[str, Any]], of: str) -> str:
-    """The least and the most of the lengths of rows."""
+    """Return the range over row lengths."""
     values = [row[of] for row in rows if of in row]
     if not values:
         return "–"
@@ -47,7 +47,7 @@ def _span(rows: list[dict[str, Any]], of: str) -> str:
 
 
 def of_slices(result: dict[str, Any]) -> Lines:
-    """One rank's slice of a row, single documents, waits."""
+    """Return one rank's slice of a row, single documents, and waits."""
     rows = []
     for corpus, found in result["details"].items():
         sliced, waits = found["slices"], found["waits"]
@@ -68,13 +68,13 @@ def of_slices(result: dict[str, Any]) -> Lines:
 def _share_of(sliced: dict[str, Any], which: str, share: float) -> str:
     part, whole = (sliced[f"{of}_{which}_bytes"] / _MIB for of in ("slice", "row"))
     if not share:
-        # A small corpus: with the plan all of it was compared.
+        # For a small corpus, the plan has already verified everything.
         return f"{part:.2f} of {whole:.2f} MiB"
     return f"{part:.2f} of {whole:.2f} MiB: 1 / {1 / share:.1f}"
 
 
 def of_packing(result: dict[str, Any]) -> Lines:
-    """Padding, cuts and balance."""
+    """Return padding, cuts and balance."""
     rows = []
     for corpus, found in result["details"].items():
         for row in found["packing"]:
@@ -99,7 +99,7 @@ def of_packing(result: dict[str, Any]) -> Lines:
 
 
 def of_build(result: dict[str, Any]) -> Lines:
-    """A corpus from text to shards, and SentencePiece alone."""
+    """Return a corpus build compared with SentencePiece alone."""
     rows = []
     for name, of in (("SentencePiece alone", "alone"), ("`longctx data build`", "built")):
         found = result[of]

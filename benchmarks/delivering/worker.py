@@ -1,9 +1,9 @@
-"""One contender in a process of its own: it waits for orders, and answers in lines of JSON.
+"""One contender in its own process: it waits for orders, and answers in lines of JSON.
 
     PYTHON -m benchmarks.delivering.worker NAME CORPUS
 
-It is started by ``contest``, perhaps with another Python than ours: of this project it imports what has no dependencies
-but NumPy, unless the contender is our own.
+``contest`` starts it, perhaps with another Python than ours: from this project it imports only modules without
+dependencies except NumPy, unless the contender is our own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from benchmarks.delivering.contender import Contender
 from benchmarks.delivering.peers import PEERS
 
 TOKENS_A_LOOK = 1 << 18
-"""Tokens between two looks at the clock."""
+"""Tokens between two clock reads."""
 
 
 def find(name: str) -> Contender:
-    """The contender of this name."""
+    """Return the contender with this name."""
     of_name = {contender.name: contender for contender in PEERS}
     if name not in of_name:
-        # Ours needs this project's own dependencies.
+        # Our own contenders need this project's dependencies.
         from benchmarks.delivering.contenders import HERE
 
         of_name |= {contender.name: contender for contender in HERE}
@@ -39,7 +39,7 @@ def find(name: str) -> Contender:
 
 
 def anonymous_bytes() -> int:
-    """Resident memory that is no file's, without what was freed."""
+    """Return resident memory that is backed by no file, without freed memory."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -56,7 +56,7 @@ class Worker:
         self._before = 0
 
     def missing(self) -> str:
-        """The package that is not installed; "" where all are."""
+        """Return the package that is not installed; "" if all are."""
         for name in self._contender.imports:
             package = name.split(".")[0]
             if importlib.util.find_spec(package) is None:
@@ -70,15 +70,15 @@ class Worker:
         return {}
 
     def drop(self, own: str) -> dict[str, Any]:
-        """Remove what was written."""
+        """Remove written files."""
         shutil.rmtree(own)
         return {}
 
     def measure(self, own: str, seq_len: int, most_tokens: int, most_seconds: float) -> dict[str, Any]:
-        """Open the corpus and take rows, until either is reached: what that took."""
+        """Open the corpus and take rows until either limit is reached; return time and memory."""
         burst = self._contender.burst
         if not self._before:
-            # The first time for nothing: it imports.
+            # The first call is not measured: it imports.
             next(self._contender.open(self._corpus, Path(own), seq_len).rows)
             self._before = anonymous_bytes()
         began = time.process_time()
@@ -113,7 +113,7 @@ def serve(worker: Worker, orders: TextIO, answers: TextIO) -> None:
         order = json.loads(line)
         try:
             answer = getattr(worker, order.pop("do"))(**order)
-        except Exception as error:  # whatever a peer raises is its row's answer
+        except Exception as error:  # any peer's error is its row's answer
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
             traceback.print_exc()
         answers.write(json.dumps(answer) + "\n")
@@ -122,7 +122,7 @@ def serve(worker: Worker, orders: TextIO, answers: TextIO) -> None:
 
 def main() -> None:
     """Serve the contender that the command line names."""
-    # Libraries print where answers go.
+    # Libraries print to stdout, which carries the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     name, corpus = sys.argv[1:]

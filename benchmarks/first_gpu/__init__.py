@@ -1,1 +1,1 @@
-"""The programme of fifteen minutes on one GPU: steps as values (``steps``), a runner, and a process for each step."""
+"""Programme for fifteen minutes on one GPU: steps as values (``steps``), a runner, and a process per step."""

@@ -1,8 +1,8 @@
-"""Check and measure longctx on one GPU, or keep what an archive says.
+"""Check and measure longctx on one GPU, or keep an archive's results.
 
-    benchmarks/first_gpu.sh 1|2                      the steps of a part; STEPS, OUT, DRY as its comment says
+    benchmarks/first_gpu.sh 1|2                      one part's steps; STEPS, OUT, DRY as in its comment
     python -m benchmarks.first_gpu --keep FILE …     archives → benchmarks/results, the docs' table, h100.toml
-    python -m benchmarks.first_gpu --list            the steps, their limits, and what is expected
+    python -m benchmarks.first_gpu --list            the steps, their limits and expected results
 
 Exit code 1 if a step is FAIL.
 """
@@ -25,12 +25,12 @@ from benchmarks.machine import machine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a part, keep archives, or list the steps."""
+    """Run one of the programme's two parts, keep archives, or list the steps."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.first_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", nargs="?", choices=tuple(PARTS), help="which half of the programme")
-    parser.add_argument("--keep", nargs="+", type=Path, metavar="FILE", help="archives of runs, the latest last")
+    parser.add_argument("--keep", nargs="+", type=Path, metavar="FILE", help="archives to keep, the latest last")
     parser.add_argument("--list", action="store_true", help="print the steps and run nothing")
     wanted = parser.parse_args(arguments)
     if wanted.keep:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def list_steps() -> None:
-    """Print each step with its limit and its expected figures."""
+    """Print each step with its limit and its expected results."""
     for part, steps in PARTS.items():
         print(f"part {part}, at most {PART_SECONDS[part]:.0f} s")
         for step in steps:
@@ -86,9 +86,9 @@ def run_part(part: str, parser: argparse.ArgumentParser) -> int:
 
 
 def card_name() -> str:
-    """Return the first GPU's name as its driver says it, or else PyTorch; empty without one."""
+    """Return the first GPU's name from its driver, or from PyTorch; empty without a GPU."""
     driver = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    # In a process of its own: this one must take no memory of the GPU.
+    # In a separate process: this one must use no GPU memory.
     torch = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
     for command in (driver, torch):
         try:

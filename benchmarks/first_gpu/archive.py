@@ -1,4 +1,4 @@
-"""The archive of a run: everything its steps have left, in one file that stays below a limit."""
+"""Archive of a run: all files that its steps wrote, in one file below a size limit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from io import BytesIO
 from pathlib import Path
 
 MOST_BYTES = 15 << 20
-"""Of the archive. Machines that are lent hand back files of at most 16 MiB."""
+"""Maximum archive size: lent machines return files of at most 16 MiB."""
 _LOG_BYTES = 256 << 10
 _KEPT = (".json", ".log", ".txt", ".gz")
 
@@ -15,12 +15,12 @@ _KEPT = (".json", ".log", ".txt", ".gz")
 def write_archive(scratch: Path, path: Path) -> list[str]:
     """Pack the scratch folder's own files, the smallest first; return the names of those that did not fit.
 
-    Of a log the end is kept. The archive appears whole or not at all.
+    Logs keep their end. The archive appears only when complete.
     """
     files = [file for file in scratch.iterdir() if file.is_file() and file.suffix in _KEPT]
     part, left_out = path.with_suffix(".part"), []
     with tarfile.open(part, "w:gz") as archive:
-        # Sizes before compression: what fits then fits after it.
+        # Sizes before compression: files that fit then fit after it.
         room = MOST_BYTES
         for file in sorted(files, key=lambda file: file.stat().st_size):
             content = file.read_bytes()
@@ -38,7 +38,7 @@ def write_archive(scratch: Path, path: Path) -> list[str]:
 
 
 def read_member(path: Path, name: str) -> bytes:
-    """Return the content of one file of an archive."""
+    """Return the content of one file in an archive."""
     with tarfile.open(path, "r:gz") as archive:
         member = archive.extractfile(name)
         assert member is not None, f"{name} is no file of {path}"

@@ -1,7 +1,7 @@
-"""Step attention: forward and backward of each kernel at 8K, 32K and 128K tokens, as a share of the matrix rate.
+"""Step attention: each kernel's forward and backward at 8K, 32K and 128K tokens, as a fraction of the matmul rate.
 
-bfloat16, causal, 32 query and 8 key heads of 128; at 8K four documents, else one. FLOPs are those of what the mask
-leaves, backward 2.5 times forward. ``sdpa`` is PyTorch's own call.
+bfloat16, causal, 32 query and 8 key heads of 128; four documents at 8K, otherwise one. FLOPs exclude masked pairs;
+backward counts 2.5 times forward. ``sdpa`` is PyTorch's own call.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from benchmarks.gpu_attention import Setting, full_setting, measure_block, tiny_
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 
 _LENGTHS = {"8K": (1 << 13, 4), "32K": (1 << 15, 1), "128K": (1 << 17, 1)}
-"""Tokens of a document, and documents."""
+"""Tokens per document, and documents."""
 _DRY_LENGTHS = {"8K": (64, 4), "32K": (96, 1), "128K": (128, 1)}
 _DIRECTIONS = ("forward", "backward")
 
 
 def run(job: Job, sheet: Sheet) -> None:
-    """Measure length by length, so that a step that runs out of time has all kernels of some lengths."""
+    """Measure length by length, so that a step that hits its time limit has all kernels for some lengths."""
     setting = job.pick(full_setting, lambda: tiny_setting("cpu"))()
     for length, (tokens, documents) in job.pick(_LENGTHS, _DRY_LENGTHS).items():
         # A call at 128K takes a second.
@@ -37,7 +37,7 @@ def run(job: Job, sheet: Sheet) -> None:
 
 
 def rates(setting: Setting, tokens: int, documents: int, sheet: Sheet) -> Iterator[tuple[str, dict[str, float | None]]]:
-    """Return the rates of each kernel that this machine has, and of PyTorch's call."""
+    """Return the rate of each kernel available on this machine, and of PyTorch's call."""
     slices = slice_table(AttentionSlice(n * tokens, (n + 1) * tokens, n * tokens, (n + 1) * tokens, 0)
                          for n in range(documents))  # fmt: skip
     for name, kernel in setting.kernels(window=False).items():
@@ -48,7 +48,7 @@ def rates(setting: Setting, tokens: int, documents: int, sheet: Sheet) -> Iterat
 
 
 def measure_sdpa(setting: Setting, tokens: int, documents: int) -> dict[str, float | None]:
-    """Return TFLOP/s of ``scaled_dot_product_attention``, whose documents are rows."""
+    """Return TFLOP/s for ``scaled_dot_product_attention``, with documents as batch rows."""
     q, k, v, dout = (x.unflatten(1, (documents, tokens)).squeeze(0).transpose(1, 2)
                      for x in setting.tensors(documents * tokens))  # fmt: skip
     for x in (q, k, v):
@@ -71,7 +71,7 @@ def measure_sdpa(setting: Setting, tokens: int, documents: int) -> dict[str, flo
 
 
 def add_rate(job: Job, sheet: Sheet, name: str, found: dict[str, float | None], direction: str) -> None:
-    """Add a rate with its share of the matrix rate, if this run has measured one, and with what the call allocates."""
+    """Add a rate, its fraction of the matmul rate if that was measured, and the call's allocation."""
     tflops, mib = found[f"{direction}_tflops"], found.get(f"{direction}_mib")
     matmul = job.figure_of("machine", "matmul") or job.figure_of("machine2", "matmul")
     notes = []
@@ -83,7 +83,7 @@ def add_rate(job: Job, sheet: Sheet, name: str, found: dict[str, float | None], 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

@@ -1,4 +1,4 @@
-"""What the process of a step tells the runner: figures and problems, written to a file as soon as they are known."""
+"""Messages from a step's process to the runner: results and problems, written to a file as soon as they are known."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One figure of a step, or the reason why there is none."""
+    """One result of a step, or the reason for its absence."""
 
     name: str
     figure: float | None = None
     unit: str = ""
     bound: float | None = None
-    """A figure above it is wrong; None where the figure is a rate or a fact."""
+    """Maximum for a correct result; None for a rate or a fact."""
     expected: float | None = None
-    """What the figure should reach; None takes the step's own expectation, where it has one."""
+    """Expected value; None takes the step's own expectation, if it has one."""
     source: str = ""
-    """Where ``expected`` comes from."""
+    """Source of ``expected``."""
     at_most: bool = False
-    """Whether ``expected`` is a size or a time, of which less is better."""
+    """True if ``expected`` is a size or a time, for which less is better."""
     note: str = ""
     problem: str = ""
-    """Why the check failed; empty if it did not."""
+    """Reason for the failure; empty if the check passed."""
     skipped: str = ""
-    """Why it cannot run here; empty if it did."""
+    """Reason why it cannot run here; empty if it ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a step's process is asked to do, and where."""
+    """A step process's arguments."""
 
     device: str
     """``cuda``, or ``cpu`` in a dry run."""
     scratch: Path
-    """Folder that all steps of a run share; each leaves its checks there as ``NAME.json``."""
+    """Folder common to all steps of a run; each writes its checks there as ``NAME.json``."""
     name: str
     which: tuple[str, ...] = ()
-    """Parts of the step; all if none is named."""
+    """Names of the selected checks; empty for all."""
 
     @property
     def dry(self) -> bool:
@@ -55,16 +55,16 @@ class Job:
         return self.device == "cpu"
 
     def pick(self, full: Any, dry: Any) -> Any:
-        """Return the value of a real run, or that of a dry one."""
+        """Return the first value, or the second in a dry run."""
         return dry if self.dry else full
 
     def figure_of(self, step: str, name: str) -> float | None:
-        """Return the figure of another step's check; None if it was not measured."""
+        """Return the result of another step's check; None if it was not measured."""
         return next((check.figure for check in load_checks(self.scratch / f"{step}.json") if check.name == name), None)
 
 
 class Sheet:
-    """The checks of one step, saved whenever one is added: a step that is killed leaves those before."""
+    """The checks of one step, saved whenever one is added, so that a killed step leaves the earlier ones."""
 
     def __init__(self, path: Path) -> None:
         self._path, self.checks = path, []
@@ -79,7 +79,7 @@ class Sheet:
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
-        """Turn an exception of the block into a failed check; what follows the block runs all the same."""
+        """Turn an exception in the ``with`` block into a failed check; the code after the block runs in any case."""
         try:
             yield
         except Exception as error:
@@ -96,7 +96,7 @@ def one_line(text: str, most: int = 200) -> str:
 
 
 def shown(check: Check) -> str:
-    """Return a check's figure, or its reason for having none, in words."""
+    """Return a check's result, or the reason for its absence, as text."""
     if check.problem or check.skipped:
         return check.problem or f"not run: {check.skipped}"
     parts = [f"{number(check.figure)} {check.unit}".strip(), check.note]
@@ -104,7 +104,7 @@ def shown(check: Check) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a figure with the digits that a reader needs."""
+    """Return a value with its significant digits."""
     if value is None:
         return "done"
     if value == 0 or 0.01 <= abs(value) < 1e6:
@@ -114,7 +114,7 @@ def number(value: float | None) -> str:
 
 
 def load_checks(path: Path) -> list[Check]:
-    """Return the checks that a step has saved; none if it never began, or was killed while it saved."""
+    """Return the checks that a step has saved; empty if it never began, or was killed while it saved."""
     try:
         return [Check(**values) for values in json.loads(path.read_text())]
     except (FileNotFoundError, ValueError):
@@ -124,9 +124,9 @@ def load_checks(path: Path) -> list[Check]:
 def run_step(run: Callable[[Job, Sheet], None], description: str | None, arguments: Sequence[str] | None) -> int:
     """Read the command line of a step's process, run the step, and return the exit code."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("which", nargs="*", help="parts of the step (default: all)")
+    parser.add_argument("which", nargs="*", help="checks of the step (default: all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    parser.add_argument("--scratch", type=Path, required=True, help="folder that the steps of a run share")
+    parser.add_argument("--scratch", type=Path, required=True, help="folder common to all steps of a run")
     parser.add_argument("--name", required=True, help="name of the step")
     wanted = parser.parse_args(arguments)
     wanted.scratch.mkdir(parents=True, exist_ok=True)
@@ -137,5 +137,5 @@ def run_step(run: Callable[[Job, Sheet], None], description: str | None, argumen
 
 
 def module_of(name: str) -> list[str]:
-    """Return the command that runs a module of this folder as a step's process."""
+    """Return the command that runs a module in this folder as a step's process."""
     return [sys.executable, "-m", f"benchmarks.first_gpu.{name}"]

@@ -1,4 +1,4 @@
-"""Commands of the product, as a user types them: run with a limit, in the step's log, their figures read."""
+"""longctx commands as users type them: run with a limit, logged in the step's log, their results read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Command:
     """A process whose output is kept, and printed when it has ended."""
 
     def __init__(self, words: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> None:
-        """Start it. After ``seconds`` it is killed, and whatever it has started."""
+        """Start it; kill it and all its descendants after ``seconds``."""
         self.words, self.timed_out = list(map(str, words)), False
         self._text: str | None = None
         # A file, not a pipe: several commands run before the first one's output is read.
@@ -46,7 +46,7 @@ class Command:
         self._process.kill()
 
     def output(self) -> str:
-        """Return all that it said, once it has ended."""
+        """Return all its output, after it has ended."""
         if self._text is None:
             self._process.wait()
             self._timer.cancel()
@@ -58,11 +58,11 @@ class Command:
 
     @property
     def code(self) -> int:
-        """Its exit code, once it has ended."""
+        """Its exit code, after it has ended."""
         return self._process.returncode
 
     def problem(self) -> str:
-        """Return how it failed, in one line; empty if it did not."""
+        """Return the reason for its failure, in one line; empty if it succeeded."""
         last = last_words(self.output())
         if self.timed_out:
             return f"it did not end in time; last: {last}"
@@ -70,7 +70,7 @@ class Command:
 
 
 def run(words: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> str:
-    """Return what a command says; RuntimeError if it fails or takes longer."""
+    """Return a command's output; RuntimeError if it fails or takes longer."""
     command = Command(words, seconds=seconds, environment=environment)
     if problem := command.problem():
         raise RuntimeError(problem)
@@ -78,7 +78,7 @@ def run(words: Sequence[str], *, seconds: float, environment: Mapping[str, str] 
 
 
 def last_words(text: str) -> str:
-    """Return the last line that says what went wrong, else the last one."""
+    """Return the last line with an error, or the last line."""
     lines = [line for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if "Error" in line or "differ" in line]
     return one_line((telling or lines or ["nothing"])[-1], 180)
@@ -90,7 +90,7 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def common(job: Job) -> dict[str, Any]:
-    """Return the settings of every run: this machine alone, one rank, nothing compiled, no rank waits for long."""
+    """Return the settings common to all training runs: this machine alone, one rank, no compilation, short timeouts."""
     return {
         "config": "quickstart",
         "run.device": job.device,
@@ -102,7 +102,7 @@ def common(job: Job) -> dict[str, Any]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's metrics.jsonl; none if it wrote none."""
+    """Return the records in a training run's metrics.jsonl; empty if it wrote none."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
@@ -110,5 +110,5 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of the steps that a run took."""
+    """Return the step records of a training run."""
     return [record for record in records(folder) if record.get("kind") == "train"]

@@ -1,9 +1,9 @@
-"""Step contact: every branch that a GPU takes otherwise, once, against float64 on the CPU.
+"""Step contact: every GPU-specific branch once, against float64 on the CPU.
 
-Each branch has its own ``attempt``: one that raises stops no other. Inputs are rounded to their dtype before the
-reference reads them, so an error is that of the computation. Bounds: float32 sums of some thousand terms are off by a
-few units of 1e-7, and 1e-5 is far above them and far below a wrong term; one rounding to bfloat16 is 1.7e-3 of the
-norm (2^-9 · 1/√3 · up to 1.5), and gradients pass through four to six of them.
+Each branch has its own ``attempt``: an exception stops no other. Inputs are rounded to their dtype before the reference
+reads them, so errors come from the computation alone. Bounds: float32 sums over some thousand terms are off by a few
+units of 1e-7, and 1e-5 is far above them and far below a wrong term; one rounding to bfloat16 is 1.7e-3 of the norm
+(2^-9 · 1/√3 · up to 1.5), and gradients pass through four to six of them.
 
 Axes: N tokens, M width, V vocabulary, E experts.
 """
@@ -42,7 +42,7 @@ _CPU_KERNELS = ("cpu_flash", "blockwise")
 
 
 def run(job: Job, sheet: Sheet) -> None:
-    """Try the branches that are named, or all but FlexAttention, which compiles and has a step of its own."""
+    """Try the selected branches, or all but FlexAttention, which compiles and has its own step."""
     for name, branch in BRANCHES.items():
         if name in (job.which or BRANCHES.keys() - {"flex"}):
             torch.manual_seed(0)
@@ -54,14 +54,14 @@ def run(job: Job, sheet: Sheet) -> None:
 
 
 def kernels(job: Job, sheet: Sheet) -> None:
-    """Every flash adapter on a packed row with grouped keys."""
+    """Check every flash adapter on a packed row with grouped keys."""
     for name in job.pick(_KERNELS, _CPU_KERNELS):
         with sheet.attempt(name):
             check_kernel(job, sheet, name)
 
 
 def flex(job: Job, sheet: Sheet) -> None:
-    """FlexAttention, which compiles, in bfloat16 and in float32; in a dry run the kernel that serves on CPUs."""
+    """Check FlexAttention, which compiles, in bfloat16 and in float32; in a dry run a CPU kernel instead."""
     for dtype in (torch.bfloat16, torch.float32):
         check_kernel(job, sheet, job.pick("flex", "blockwise"), dtype)
 
@@ -81,7 +81,7 @@ def check_kernel(job: Job, sheet: Sheet, name: str, dtype: torch.dtype = torch.b
     want = _attention(ReferenceKernel(), [x.double() for x in inputs], slices, scores)
     bound = BFLOAT16 if dtype == torch.bfloat16 else FLOAT32
     for part, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
-        # A log-sum-exp is of the size of 6, and float32 arithmetic makes it from rounded scores.
+        # A log-sum-exp is about 6, and float32 arithmetic computes it from rounded scores.
         sheet.add(f"{name} {_short(dtype)} {part}", relative(a, b), bound=1e-4 if part == "lse" else bound)
 
 
@@ -93,7 +93,7 @@ def _attention(kernel: AttentionKernel, inputs: list[Tensor], slices: Tensor, sc
 
 
 def merges(job: Job, sheet: Sheet) -> None:
-    """Folding two softmax results, rows without keys in one, the other and both."""
+    """Check the merge of two softmax results, with rows without keys in one, the other and both."""
     out, more = (torch.randn(300, 4, 128) for _ in range(2))
     lse, more_lse = (torch.randn(300, 4, dtype=torch.float64) for _ in range(2))
     for rows, empty in ((slice(0, 9), [lse]), (slice(9, 20), [more_lse]), (slice(20, 30), [lse, more_lse])):
@@ -105,7 +105,7 @@ def merges(job: Job, sheet: Sheet) -> None:
     want, want_lse = out.double(), lse.clone()
     merge_eager_(want, want_lse, more.double(), more_lse)
     sheet.add("merge out", relative(got, want), bound=FLOAT32)
-    # Of rows without a key it is −inf: their exponentials are 0.
+    # For rows without a key it is −inf: their exponentials are 0.
     sheet.add("merge lse", relative(got_lse.exp(), want_lse.exp()), bound=FLOAT32)
 
 
@@ -113,11 +113,11 @@ def merges(job: Job, sheet: Sheet) -> None:
 
 
 def losses(job: Job, sheet: Sheet) -> None:
-    """The head and its loss: whole pages of vocabulary and others, a short last chunk, compiled and not."""
+    """Check the head and its loss: full vocabulary pages and others, a short last token chunk, compiled and not."""
     ways = {"eager": None}
     missing = missing_for_compiling(job.device)
     if missing is None:
-        # What a compiler would be handed; on a CPU no backend makes the loss faster, and this one needs none.
+        # Pass the function that would be compiled; on a CPU no backend makes the loss faster, and this one needs none.
         ways["compiled"] = job.pick("inductor", "aot_eager")
     else:
         sheet.add("loss compiled", skipped=missing)
@@ -133,7 +133,7 @@ def losses(job: Job, sheet: Sheet) -> None:
 
 
 def check_loss(job: Job, sheet: Sheet, name: str, V: int, dtype: torch.dtype, compiler: str | None) -> None:
-    """Compare the loss and both gradients with float64 on the same values: 300 tokens in chunks of 128."""
+    """Compare the loss and both gradients with float64 on the same values: 300 tokens in token chunks of 128."""
     N, M, options = 300, 256, LossOptions(z_loss=1e-3)
     hidden, weight = torch.randn(N, M).to(dtype), (torch.randn(V, M) / M**0.5).to(dtype)
     targets = torch.randint(V, (N,))
@@ -153,7 +153,7 @@ def check_loss(job: Job, sheet: Sheet, name: str, V: int, dtype: torch.dtype, co
 
 
 def norms(job: Job, sheet: Sheet) -> None:
-    """RMSNorm, forward and backward."""
+    """Check RMSNorm, forward and backward."""
     for dtype in (torch.bfloat16, torch.float32):
         x, weight, dy = torch.randn(500, 512), 1 + torch.rand(512), torch.randn(500, 512)
         leaves = [t.to(dtype) for t in (x, weight, dy)]
@@ -169,7 +169,7 @@ def norms(job: Job, sheet: Sheet) -> None:
 
 
 def experts(job: Job, sheet: Sheet) -> None:
-    """Grouped products with an expert that no token chose, first, in the middle and last."""
+    """Check grouped matmuls with an unused expert, first, in the middle and last."""
     E, width_in, width_out = 6, 64, 128
     ends = torch.tensor([0, 100, 100, 101, 230, 230], dtype=torch.int32)
     x, dy = (torch.randn(230, width).bfloat16() for width in (width_in, width_out))
@@ -179,7 +179,7 @@ def experts(job: Job, sheet: Sheet) -> None:
     want_rows = torch.cat([x[g].double() @ w.double() for g, w in zip(groups, weight, strict=True)])
     want_outer = torch.stack([dy[g].double().T @ x[g].double() for g in groups])
     there = [t.to(job.device) for t in (x, weight, dy, ends)]
-    # Memory that is handed out next holds no zeros: a group that is left unwritten shows.
+    # Freed memory that is reused contains no zeros, so an unwritten group shows.
     torch.full((E, width_out, width_in), torch.nan, device=job.device, dtype=torch.bfloat16)
     rows = grouped_rows(there[0], there[1], there[3], matmul_mode="native")
     outer = grouped_outer(there[2], there[0], there[3], matmul_mode="native")
@@ -192,7 +192,7 @@ def experts(job: Job, sheet: Sheet) -> None:
 
 
 def wide_sums(job: Job, sheet: Sheet) -> None:
-    """A weight's gradient over 32,768 tokens: partial sums in bfloat16 would show."""
+    """Check a weight's gradient over 32,768 tokens: bfloat16 partial sums would show."""
     N, M, few = job.pick(32_768, 512), job.pick(4096, 64), job.pick(64, 64)
     x, dy = (torch.randn(N, M, device=job.device).bfloat16() for _ in range(2))
     want = dy[:, :few].cpu().double().T @ x.cpu().double()
@@ -201,7 +201,7 @@ def wide_sums(job: Job, sheet: Sheet) -> None:
         for allowed in (False, True):
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
             error = relative((dy.T @ x)[:few], want)
-            # One rounding to bfloat16, and nothing else.
+            # A single rounding to bfloat16.
             sheet.add(f"dweight, reduced precision {'on' if allowed else 'off'}", error,
                       bound=None if allowed else 2.5e-3)  # fmt: skip
     finally:
@@ -212,7 +212,7 @@ def wide_sums(job: Job, sheet: Sheet) -> None:
 
 
 def bit_sums(job: Job, sheet: Sheet) -> None:
-    """The sum over all bits that ranks compare, of sizes that no word divides."""
+    """Check the checksum over all bits that ranks compare, for sizes that no word divides."""
     for num_bytes in (1, 29, 40_003, 1 << 22):
         x = torch.randint(256, (num_bytes,), dtype=torch.uint8)
         got, want = bit_sum([x.to(job.device)]), grid_sum(x)
@@ -222,7 +222,9 @@ def bit_sums(job: Job, sheet: Sheet) -> None:
 
 
 def unpacked(job: Job, sheet: Sheet) -> None:
-    """A micro-batch made on the device from its compact form: a cut document, one that ends, padding; steps."""
+    """Check a micro-batch built on the device from its compact form: a cut document, a complete one, padding; strided
+    spans.
+    """
     documents = PackedDocuments((0, 9, 10, 40))
     ends = torch.tensor([DocumentEnd.CUT, DocumentEnd.COMPLETE, DocumentEnd.PADDING], dtype=torch.uint8)
     for spans in ([[0, 40, 1, 0]], [[0, 7, 1, 0], [7, 3, 1, 8]], [[1, 10, 3, 0]]):
@@ -240,7 +242,7 @@ def unpacked(job: Job, sheet: Sheet) -> None:
 
 
 def copies(job: Job, sheet: Sheet) -> None:
-    """Copies to the host and back on a stream a direction, while what they read and write is computed."""
+    """Check copies to and from the host, one stream per direction, while their data is computed on."""
     device, wrong = torch.device(job.device), 0
     moving = AsyncCopies(device)
     leaving, tokens = InFlightTensors(moving), job.pick(1 << 24, 1 << 12)
@@ -253,7 +255,9 @@ def copies(job: Job, sheet: Sheet) -> None:
 
 
 def stores(job: Job, sheet: Sheet) -> None:
-    """A decoder that keeps its layers' values on the device, the host and a disk, by whole layers and by chunks."""
+    """Check a decoder that keeps its layers' activations on the device, the host and a disk, by whole layers and by
+    chunks.
+    """
     config = small_config(width=job.pick(256, 64), layers=3, head_dim=job.pick(64, 16), vocab_size=512)
     batch = packed_row(job.pick([700, 1, 323], [100, 1, 59]), config.vocab_size)
     want = loss_and_gradients(config, batch, device="cpu", dtype=torch.float64, rounded=torch.bfloat16)
@@ -274,7 +278,7 @@ def stores(job: Job, sheet: Sheet) -> None:
 
 
 def adamw(job: Job, sheet: Sheet) -> None:
-    """Three updates by the fused optimiser beside float64."""
+    """Compare three updates by the fused optimizer with float64."""
     start, gradients = torch.randn(5000), [torch.randn(5000) for _ in range(3)]
     found = []
     for place, dtype, fused in ((job.device, torch.float32, True), ("cpu", torch.float64, False)):
@@ -284,12 +288,12 @@ def adamw(job: Job, sheet: Sheet) -> None:
             p.grad = gradient.to(place, dtype)
             optimizer.step()
         found.append(p.detach().double().cpu() - start.double())
-    # Three updates of 1e-2 on values of 1: float32 holds the values to 6e-8, so the way to 4e-6.
+    # Three updates of 1e-2 on values of 1: float32 holds the values to 6e-8, so the change to 4e-6.
     sheet.add("fused AdamW", relative(*found), bound=3e-5)
 
 
 def leaf(x: Tensor, place: str, dtype: torch.dtype) -> Tensor:
-    """Return a copy that collects a gradient, wherever it is."""
+    """Return a copy on any device that collects a gradient."""
     return x.to(place, dtype, copy=True).requires_grad_()
 
 
@@ -314,7 +318,7 @@ BRANCHES: dict[str, Callable[[Job, Sheet], Any]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

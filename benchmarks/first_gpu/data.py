@@ -1,4 +1,4 @@
-"""Step data: a corpus of source files with its tokenizer, and rows of one random document each, by length."""
+"""Step data: a corpus of source files with its tokenizer, and rows with one random document each, by length."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from benchmarks.first_gpu.commands import run as run_command
 from benchmarks.plan_runs import write_shards
 
 LENGTHS = {"32K": 1 << 15, "128K": 1 << 17, "1M": 1 << 20}
-"""Tokens of a row, by the name that checks have."""
+"""Tokens per row, by the name used in checks."""
 DRY_LENGTHS = {"32K": 1 << 8, "128K": 1 << 9, "1M": 1 << 11}
 _ROWS = 6
 
 
 def length_of(job: Job, name: str) -> int:
-    """Return the tokens of a row of this name."""
+    """Return the tokens per row for this name."""
     return job.pick(LENGTHS, DRY_LENGTHS)[name]
 
 
 def rows_folder(job: Job, name: str) -> Path:
-    """Return the shard folder of rows of one document of this length."""
+    """Return the shard folder for rows with one document of this length."""
     return job.scratch / "rows" / f"documents_{length_of(job, name)}"
 
 
 def corpus_folder(job: Job) -> Path:
-    """Return the shard folder of the demo."""
+    """Return the demo's shard folder."""
     return job.scratch / "corpus"
 
 
 def run(job: Job, sheet: Sheet) -> None:
-    """Write what is named: rows, which need seconds, and the demo's corpus."""
+    """Write the selected data: rows, which need seconds, and the demo's corpus."""
     if "rows" in job.which:
         with sheet.attempt("rows"):
             folder = job.scratch / "rows"
@@ -49,14 +49,14 @@ def run(job: Job, sheet: Sheet) -> None:
             train = [*LAUNCHER, "tokenizer", "train", *source, *vocabulary, "--output", str(tokenizer)]
             run_command(train, seconds=job.pick(40, 300))
             build = [*LAUNCHER, "data", "build", *source, "--tokenizer", str(tokenizer)]
-            # Of a few documents, enough that some are held out, whichever they are.
+            # Enough documents that some are held out, for any choice.
             build += ["--validation-fraction", str(job.pick(0.05, 0.3))]
             run_command([*build, "--output", str(corpus_folder(job))], seconds=job.pick(40, 300))
             sheet.add("corpus", unit=str(vocabulary[1]) + " words")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

@@ -1,6 +1,6 @@
-"""Step demo: the road of ``make demo`` on one GPU, shorter: training, a resume, a continuation, an evaluation.
+"""Step demo: a shorter ``make demo`` on one GPU: training, a resume, a continuation, an evaluation.
 
-The same run on this machine's CPU, which is the tested one, says what its loss should be.
+The same training on this machine's CPU, which is tested, gives the expected loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PROMPT = "def __init__(self, name, "
 
 
 def run(job: Job, sheet: Sheet) -> None:
-    """Train in two halves, then use the checkpoint; the CPU's run goes on beside it."""
+    """Train in two halves, then use the checkpoint, while the CPU's training run continues."""
     steps, folder, beside = job.pick(60, 6), job.scratch / "demo", job.scratch / "demo_cpu"
     cpu = Command([*_train(job, beside, steps), "--run.device", "cpu"], seconds=job.pick(75, 600))
     with sheet.attempt("training"):
@@ -36,8 +36,8 @@ def run(job: Job, sheet: Sheet) -> None:
         if problem := cpu.problem():
             raise RuntimeError(problem)
         mine, theirs = (steps_of(each) for each in (folder, beside))
-        # Steps at a high learning rate enlarge bfloat16's rounding to a few thousandths of the loss. A run that
-        # began anew in the middle would be off by a tenth and more.
+        # Steps at a high learning rate amplify bfloat16's rounding to a few thousandths of the loss. A training run
+        # that restarted from scratch in the middle would be off by a tenth and more.
         for name, step in (("loss behind the resume", steps // 2), ("loss at the end", steps - 1)):
             pair = [each[step]["loss"] for each in (mine, theirs)]
             sheet.add(name, abs(pair[0] / pair[1] - 1), bound=2e-2, note=f"{pair[0]:.3f}, on the CPU {pair[1]:.3f}")
@@ -74,7 +74,7 @@ def _use(job: Job, sheet: Sheet, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

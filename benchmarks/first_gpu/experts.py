@@ -1,4 +1,4 @@
-"""Step experts: expert layers beside dense products, by ``benchmarks/gpu_moe.py``, within its minutes."""
+"""Step experts: expert layers compared with dense matmuls, by ``benchmarks/gpu_moe.py``, within its time limit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MINUTES = 0.5
 
 
 def run(job: Job, sheet: Sheet) -> None:
-    """Measure the layers; of each model the best share of its rows is judged."""
+    """Measure the layers; each model's best fraction of the dense rate is judged."""
     setting = job.pick(gpu_moe.full_setting, lambda: gpu_moe.tiny_setting("cpu"))()
-    # DeepSeek-V3's layer is 22 GB of weights and as much of gradients: the minutes are for the others.
+    # DeepSeek-V3's layer has 22 GB of weights and as much of gradients: the time is for the others.
     setting = replace(setting, models=setting.models[:2], tokens=setting.tokens[:2], rounds=job.pick(3, 1))
     told = gpu_moe.run(setting, _MINUTES)
     for model in setting.models:
@@ -34,7 +34,7 @@ def run(job: Job, sheet: Sheet) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

@@ -1,4 +1,4 @@
-"""The docs' table: every expected figure beside what each card has measured, or "waiting"."""
+"""Table in docs/: every expected result with each card's measurement, or "waiting"."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _COLUMNS = 100
 
 
 def kept_results(results: Path) -> list[dict[str, Any]]:
-    """Return the results of all cards, by the names of their folders."""
+    """Return all cards' results, sorted by folder name."""
     return [json.loads(path.read_text()) for path in sorted(results.glob(f"*/{NAME}"))]
 
 
 def steps_table(results: Path) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows: the verdict on each step."""
+    """Return headings and rows: the verdict on each step."""
     cards = kept_results(results)
     rows = []
     for part, steps in PARTS.items():
@@ -31,12 +31,12 @@ def steps_table(results: Path) -> tuple[list[str], list[list[str]]]:
 
 
 def figures_table(results: Path) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows: each expected figure; its source is a number in ``sources``."""
+    """Return headings and rows: each expected result; its source is a number in ``sources``."""
     cards, places = kept_results(results), sources()
     rows, seen = [], []
     for steps in PARTS.values():
         for step in steps:
-            # The second part measures the machine again, for shares of its own rates.
+            # The second part measures the machine again, for fractions of its own rates.
             if step.expected in seen:
                 continue
             seen.append(step.expected)
@@ -44,11 +44,11 @@ def figures_table(results: Path) -> tuple[list[str], list[list[str]]]:
                 sign = "≤ " if expected.at_most else ""
                 told = f"{sign}{number(expected.figure)} [{places.index(expected.source) + 1}]"
                 rows.append([step.name, name, told, *(_figure(card, step.name, name) for card in cards)])
-    return _with_waiting(["step", "figure", "expected"], rows, cards)
+    return _with_waiting(["step", "result", "expected"], rows, cards)
 
 
 def sources() -> list[str]:
-    """Return where expected figures come from, each once."""
+    """Return the distinct sources of expected results."""
     expected = [e for steps in PARTS.values() for step in steps for e in step.expected.values()]
     return list(dict.fromkeys(one.source for one in expected))
 
@@ -86,7 +86,7 @@ def _figure(card: dict[str, Any], step: str, name: str) -> str:
 
 
 def last_on_gpu(results: Path, name: str) -> str:
-    """Return cards, days and verdicts of what a benchmark has measured, in words; "waiting" if it has nothing."""
+    """Return the cards, dates and verdicts of a benchmark's measurements as text; "waiting" without measurements."""
     told = []
     for path in sorted(results.glob(f"*/{name}.json")):
         result = json.loads(path.read_text())

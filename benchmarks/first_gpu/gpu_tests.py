@@ -1,6 +1,6 @@
 """Steps tests and flex: the tests that need a GPU, file by file; those of FlexAttention, which compile, apart.
 
-In a dry run they are collected and not run.
+In a dry run they are collected only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SECONDS = {"other": 70.0, "flex": 75.0}
 
 
 def run(job: Job, sheet: Sheet) -> None:
-    """Run the tests of the half that is named: ``other`` or ``flex``."""
+    """Run the selected half of the tests: ``other`` or ``flex``."""
     (half,) = job.which
     if half == "flex":
         with sheet.attempt("flex kernel"):
@@ -28,7 +28,7 @@ def run(job: Job, sheet: Sheet) -> None:
         words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", file]
         words += ["-k", "flex" if half == "flex" else "not flex"]
         words += job.pick(workers(file), ["--collect-only"])
-        # A number for pytest's own limit, which stands below the step's.
+        # A number for pytest's own limit, which is below the step's.
         commands[file] = Command(words, seconds=job.pick(_SECONDS[half], 300))
     for file, command in commands.items():
         with sheet.attempt(file):
@@ -37,7 +37,7 @@ def run(job: Job, sheet: Sheet) -> None:
 
 
 def judged(file: str, command: Command, sheet: Sheet) -> int:
-    """Return how many tests of a file passed (were collected), and add a check for the file."""
+    """Return the number of passed (or collected) tests in a file, and add a check for the file."""
     text = command.output()
     if command.code == _NONE_SELECTED:
         return 0
@@ -53,7 +53,9 @@ def judged(file: str, command: Command, sheet: Sheet) -> int:
 
 
 def workers(file: str) -> list[str]:
-    """Return pytest's option for several workers for the file of most tests; starting them takes longer than few do."""
+    """Return pytest's option for several workers for the file with the most tests; for few tests their start takes
+    longer.
+    """
     if "attention" in file:
         return ["-n", "4"]
     return []
@@ -66,7 +68,7 @@ def files() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

@@ -1,4 +1,4 @@
-"""Keep what archives say: results by card, the docs' table, and on an H100 the rates of the plan's profile."""
+"""Keep archived results: by card, in the docs' table, and on an H100 as rates in the plan's profile."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _MEASURED = "those that this project measured say so"
 
 
 def keep(archives: Sequence[Path], results: Path = RESULTS, profile: Path = PROFILE) -> list[str]:
-    """Merge archives into the results of their cards, the later over the earlier; return a line on each file written.
+    """Merge archives into their cards' results, later over earlier; return a line per written file.
 
-    ConfigError for an archive of a dry run, which measured nothing.
+    ConfigError for an archive from a dry run, which measured nothing.
     """
     from benchmarks import tables
 
@@ -49,7 +49,7 @@ def keep(archives: Sequence[Path], results: Path = RESULTS, profile: Path = PROF
 
 
 def merge(kept: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the card's result with the report's steps in it; a step that did not run leaves the earlier one."""
+    """Return the card's result with the report's steps; a step that did not run keeps its earlier result."""
     steps = dict(kept.get("steps", {}))
     for step in report["steps"]:
         if step["verdict"] != "SKIP" or step["name"] not in steps:
@@ -59,7 +59,7 @@ def merge(kept: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rates_of(result: Mapping[str, Any]) -> list[ProfileEntry]:
-    """Return the rates that a profile has, from those checks that were measured and are right."""
+    """Return a profile's rates, from checks that were measured and correct."""
     checks: dict[str, float] = {}
     for name in ("machine2", "machine", "attention"):
         for check in result["steps"].get(name, {}).get("checks", []):
@@ -77,7 +77,7 @@ def rates_of(result: Mapping[str, Any]) -> list[ProfileEntry]:
 
 
 def _attention(checks: Mapping[str, float]) -> list[ProfileEntry]:
-    """Return both tables of attention, of the kernel that ``auto`` asks first: its checks are the first ones."""
+    """Return both attention tables, for the kernel that ``auto`` tries first: its checks come first."""
     kernel = next((name.split()[0] for name in checks if name.endswith(" forward")), None)
     found = []
     for figure, direction in (("attention_flops", "forward"), ("attention_backward_flops", "backward")):
@@ -90,7 +90,7 @@ def _attention(checks: Mapping[str, float]) -> list[ProfileEntry]:
 
 
 def with_rates(text: str, figures: Sequence[ProfileEntry], result: Mapping[str, Any]) -> str:
-    """Return a profile's text with these sections in place of its own; it is read back before anybody else does."""
+    """Return a profile's text with these sections replaced; it is parsed again as a check."""
     for figure in figures:
         source = (
             f"{figure.description}; measured by benchmarks/first_gpu.sh, {result['card']}, {result['machine']['date']}"

@@ -28,7 +28,7 @@ def run(job: Job, sheet: Sheet) -> None:
         del ways["compiled"]
     for way, compiler in ways.items():
         with sheet.attempt(way):
-            # A CPU's loss is never compiled, so a dry run compiles nothing.
+            # The loss is never compiled on a CPU, so a dry run compiles nothing.
             region = run_with(compiler)
 
             def step(region=region) -> None:
@@ -45,7 +45,7 @@ def run(job: Job, sheet: Sheet) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

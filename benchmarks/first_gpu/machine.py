@@ -1,4 +1,4 @@
-"""Step machine: versions, what ``doctor`` says, and the rates that other figures are shares of."""
+"""Step machine: versions, ``doctor``'s findings, and the rates that other results are fractions of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIBRARIES = ("torch", "triton", "deepspeed", "numpy", "pyarrow", "transformers"
 
 
 def run(job: Job, sheet: Sheet) -> None:
-    """Print versions, then measure products, copies, and the link to the host."""
+    """Print versions, then measure matmuls, copies, and the link to the host."""
     with sheet.attempt("versions"):
         sheet.add("versions", note=_versions())
     with sheet.attempt("doctor"):
@@ -60,7 +60,7 @@ def _versions() -> str:
 
 
 def _doctor(job: Job) -> str:
-    """Return the findings of ``doctor`` that are not ok; it may end with 1 for what no step needs."""
+    """Return ``doctor``'s findings that are not ok; it may exit with 1 for something that no step needs."""
     words = [sys.executable, "-m", "launcher", "doctor", "--local", "--no-links", "--folder", str(job.scratch)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=20)
     print(done.stdout + done.stderr)
@@ -77,7 +77,7 @@ def _first_line(*words: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

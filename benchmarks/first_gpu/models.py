@@ -1,4 +1,4 @@
-"""A small decoder with every part that a GPU computes otherwise, and its loss and gradients on any device.
+"""A small decoder with every GPU-specific part, and its loss and gradients on any device.
 
 Axes: B rows, t tokens.
 """
@@ -21,7 +21,7 @@ from longctx.objectives.causal_lm import CausalLM
 
 
 def small_config(*, width: int, layers: int, head_dim: int, vocab_size: int = 4096) -> ModelConfig:
-    """Return a dense decoder with grouped keys (8 heads, 2 of keys). A vocabulary of 4,096 has rows of whole pages."""
+    """Return a dense decoder with grouped keys (8 heads, 2 KV heads). A vocabulary of 4,096 consists of full pages."""
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=width,
@@ -36,7 +36,7 @@ def small_config(*, width: int, layers: int, head_dim: int, vocab_size: int = 40
 
 
 def packed_row(lengths: list[int], vocab_size: int) -> Batch:
-    """Return one row of documents of these lengths, of random tokens."""
+    """Return one row of documents with these lengths and random tokens."""
     generator = torch.Generator().manual_seed(0)
     bounds = tuple(accumulate(lengths, initial=0))
     tokens = torch.randint(vocab_size, (bounds[-1],), generator=generator)
@@ -63,9 +63,9 @@ def loss_and_gradients(
     kernel: str = "auto",
     execution: Execution | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss and every gradient, in float64 on the CPU, of weights drawn from the same seed.
+    """Return the mean loss and every gradient, in float64 on the CPU, for weights drawn from the same seed.
 
-    ``rounded`` rounds the weights first: a reference computes with the values that the run in that dtype has.
+    ``rounded`` rounds the weights first, so that a reference has the same values as the model in that dtype.
     """
     decoder = Decoder(config, {"softmax": LocalAttention(kernel)}, execution=execution or Execution(), seed=0)
     if rounded is not None:
@@ -79,14 +79,16 @@ def loss_and_gradients(
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """Return the Frobenius distance as a share of the reference's norm; infinite if any value is no number."""
+    """Return the Frobenius distance as a fraction of the reference's norm; infinite if any value is NaN."""
     got, want = got.detach().double().cpu(), want.detach().double().cpu()
     error = float((got - want).norm() / want.norm().clamp_min(1e-300))
     return error if error == error else float("inf")
 
 
 def worst_part(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest relative error of a part of the model, and the part; infinite if a gradient is missing."""
+    """Return the largest relative error over the model's parameters, and its parameter; infinite if a gradient is
+    missing.
+    """
     parts: dict[str, list[str]] = {}
     for name in want:
         parts.setdefault(part_of(name), []).append(name)

@@ -1,8 +1,8 @@
-"""Step parity: a whole model on the GPU beside float64 on the CPU: float32, bfloat16 by each kernel, compiled.
+"""Step parity: a model on the GPU compared with float64 on the CPU: float32, bfloat16 by each kernel, compiled.
 
-Four layers, 2,048 tokens in three documents, grouped keys. Loss and gradients, of which the worst part of the model is
-told. In float32 two right programs differ by the order of their sums, 1e-6 to 1e-5; in bfloat16 four layers round some
-twenty times, 3e-3 to 2e-2.
+Four layers, 2,048 tokens in three documents, grouped keys. Compares the loss and gradients, and reports the model's
+worst parameter. In float32 two correct programs differ by the order of their sums, 1e-6 to 1e-5; in bfloat16 four
+layers round some twenty times, 3e-3 to 2e-2.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from longctx.model.training_pass import Execution
 
 _KERNELS = ("flash3", "flash2", "flash4", "cuda_flash", "cudnn")
 _BOUNDS = {torch.float32: (1e-6, 1e-4), torch.bfloat16: (2e-3, 4e-2)}
-"""Of the loss and of the worst part's gradient."""
+"""Limits on the loss's error and on the worst parameter's gradient error."""
 
 
 def run(job: Job, sheet: Sheet) -> None:
-    """Compare each way with its own reference: one whose weights are rounded as the way's are."""
+    """Compare each variant with its own reference, whose weights are rounded in the same way."""
     head_dim = job.pick(128, 16)
     config = small_config(width=job.pick(512, 64), layers=4, head_dim=head_dim)
     batch = packed_row(job.pick([1500, 37, 511], [150, 7, 99]), config.vocab_size)
@@ -46,7 +46,7 @@ def run(job: Job, sheet: Sheet) -> None:
 
 
 def ways(job: Job, sheet: Sheet, head_dim: int) -> list[tuple[str, torch.dtype, str, str | None]]:
-    """Return name, dtype, kernel and compiler of each way that this machine has."""
+    """Return name, dtype, kernel and compiler for each variant available on this machine."""
     found: list[tuple[str, torch.dtype, str, str | None]] = [("fp32 blockwise", torch.float32, "blockwise", None)]
     for kernel in job.pick(_KERNELS, ("cpu_flash", "blockwise")):
         refusal = KERNELS[kernel].supports(KernelRequest(job.device, torch.bfloat16, head_dim, 8, 2))
@@ -56,7 +56,7 @@ def ways(job: Job, sheet: Sheet, head_dim: int) -> list[tuple[str, torch.dtype, 
             sheet.add(f"bf16 {kernel}", skipped=refusal)
     missing = missing_for_compiling(job.device)
     if missing is None:
-        # A dry run's graphs are traced and not compiled: that takes a C++ compiler a minute.
+        # A dry run traces graphs without compiling them, which takes a C++ compiler a minute.
         compiler = job.pick("inductor", "aot_eager")
         found.append(("bf16 compiled", torch.bfloat16, "auto", compiler))
     else:
@@ -65,7 +65,7 @@ def ways(job: Job, sheet: Sheet, head_dim: int) -> list[tuple[str, torch.dtype, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

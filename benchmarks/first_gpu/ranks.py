@@ -1,7 +1,7 @@
-"""Several ranks that share one GPU over NCCL (2.30 or newer), or that compute on the CPU over gloo.
+"""Several ranks on one GPU over NCCL (2.30 or newer), or on the CPU over gloo.
 
-Each rank takes itself to be alone on its machine (LOCAL_RANK 0 of 1), so the product's rule of one rank a GPU holds.
-$NCCL names a newer library, which is loaded in place of PyTorch's own.
+Each rank believes that it is alone on its machine (LOCAL_RANK 0 of 1), so the product's rule of one rank per GPU holds.
+$NCCL names a newer library, which is loaded instead of PyTorch's own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from benchmarks.first_gpu.commands import Command
 
-# Kernels of two ranks that wait for each other advance at the ends of time slices; few blocks leave room for both.
+# Kernels from two ranks that wait for each other advance at the ends of time slices; few thread blocks leave room for
+# both.
 _NCCL = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_MAX_CTAS": "4",
@@ -25,7 +26,7 @@ _NCCL = {
 
 
 def run_ranks(ranks: int, words: Sequence[str], *, seconds: float) -> str:
-    """Return what rank 0 says of a script that all ranks run; RuntimeError with the first problem of any rank."""
+    """Return rank 0's output from a script that all ranks run; RuntimeError with the first problem of any rank."""
     world = {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "2"}
     if os.environ.get("NCCL"):

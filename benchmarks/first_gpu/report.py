@@ -1,4 +1,4 @@
-"""Verdicts: OK, SLOW (right, but below 0.85 of what is expected), FAIL, SKIP; a line for each step, and a table."""
+"""Verdicts: OK, SLOW (correct, but below 0.85 of the expectation), FAIL, SKIP; a line per step, and a table."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _ORDER = (FAIL, SLOW, OK, SKIP)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a step."""
+    """Result of a step."""
 
     name: str
     verdict: str
     seconds: float
     checks: tuple[Check, ...] = ()
     verdicts: tuple[str, ...] = ()
-    """Of each check."""
+    """One verdict per check."""
     problem: str = ""
-    """How its process ended, if not well; or why it did not begin."""
+    """Reason why its process failed or did not begin; empty otherwise."""
     shows: str = ""
-    """The check whose figure stands in the step's line if all are well."""
+    """The check whose result is in the step's line if all are well."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the outcome for the report."""
@@ -40,7 +40,7 @@ class Outcome:
 def judge(
     step: Step, checks: Sequence[Check], *, seconds: float, problem: str = "", dry: bool = False, card: str = ""
 ) -> Outcome:
-    """Return the verdict on a step's checks. A dry run measures nothing, so nothing is expected of its figures."""
+    """Return the verdict on a step's checks. A dry run measures nothing, so its results have no expectations."""
     filled = list(checks)
     if not dry:
         filled = [_with_expectation(step, check, card) for check in checks]
@@ -73,7 +73,7 @@ def _verdict(check: Check, *, dry: bool) -> str:
         return FAIL
     if check.skipped:
         return SKIP
-    # Not "above": what is no number is wrong.
+    # Not "above", so that NaN fails.
     if check.bound is not None and not (check.figure is not None and check.figure <= check.bound):
         return FAIL
     if not dry and check.expected and not _share(check) >= SLOW_SHARE:
@@ -82,7 +82,7 @@ def _verdict(check: Check, *, dry: bool) -> str:
 
 
 def _share(check: Check) -> float:
-    """Return which part of its expectation a figure reaches; of a size or a time, the inverse."""
+    """Return a result as a fraction of its expectation; the inverse for a size or a time."""
     assert check.expected is not None
     if check.figure is None or check.figure <= 0:
         return 0.0
@@ -92,7 +92,7 @@ def _share(check: Check) -> float:
 
 
 def line(outcome: Outcome) -> str:
-    """Return ``NAME VERDICT seconds figure (expected)``."""
+    """Return ``NAME VERDICT seconds result (expected)``."""
     words = outcome.problem
     check = _telling(outcome)
     if check is not None and not (words and not check.problem):
@@ -102,7 +102,7 @@ def line(outcome: Outcome) -> str:
 
 
 def beside(check: Check) -> str:
-    """Return what a figure is expected to be, in brackets; nothing if nobody has said."""
+    """Return a result's bound or expectation in brackets; empty without one."""
     if check.bound is not None:
         return f" (at most {number(check.bound)})"
     if check.expected is not None:
@@ -111,9 +111,9 @@ def beside(check: Check) -> str:
 
 
 def _telling(outcome: Outcome) -> Check | None:
-    """Return the check that says most: the first of the step's own verdict.
+    """Return the most informative check: the first one with the step's own verdict.
 
-    If all are well it is the one that the step names, or the one that is nearest to its bound.
+    If all are well, it is the check that the step names, or the one closest to its bound.
     """
     alike = [c for c, v in zip(outcome.checks, outcome.verdicts, strict=True) if v == outcome.verdict]
     if outcome.verdict == OK:
@@ -128,11 +128,11 @@ def _share_of_bound(check: Check) -> float:
 
 
 def table(outcomes: Sequence[Outcome], most: int = MOST_CHARACTERS) -> str:
-    """Return the summary: a line for each step, then what is not OK, then figures beside what is expected.
+    """Return the summary: a line per step, then checks that are not OK, then results with their expectations.
 
-    What does not fit into ``most`` characters is left out from the end; the report in the archive has it all.
+    Lines beyond ``most`` characters are left out from the end; the report in the archive has all of them.
     """
-    lines = ["", "step       verdict   figure (expected)  [checks]", *map(line, outcomes)]
+    lines = ["", "step       verdict   result (expected)  [checks]", *map(line, outcomes)]
     wrong, measured = [], []
     for outcome in outcomes:
         for check, verdict in zip(outcome.checks, outcome.verdicts, strict=True):

@@ -1,6 +1,6 @@
-"""Step ring: ranks that share one GPU, over NCCL: ``verify`` by several degrees, and ZeRO 2 with overlap and without.
+"""Step ring: ranks on one GPU over NCCL: ``verify`` at several degrees, and ZeRO 2 with and without overlap.
 
-Numbers are right or wrong here as on several GPUs; times say nothing, for the ranks take turns.
+Results are correct or wrong here as on several GPUs; times mean nothing, because the ranks take turns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(job: Job, sheet: Sheet) -> None:
 
 
 def compare(job: Job, sheet: Sheet, name: str) -> None:
-    """Run ``verify`` on the ranks of a case."""
+    """Run ``verify`` on a case's ranks."""
     ranks, settings = _CASES[name]
     with sheet.attempt(name):
         words = ["launcher/verify.py", *flags(common(job) | settings)]
@@ -48,8 +48,8 @@ def compare(job: Job, sheet: Sheet, name: str) -> None:
 def overlap(job: Job, sheet: Sheet) -> None:
     """Compare 20 steps of two data ranks that reduce gradients during backward with 20 that reduce them after it.
 
-    A bucket is smaller than most gradients, which is where a gradient may be freed while it is still sent. Without
-    that both runs differ by nothing but the order of sums, if at all; a wrong gradient moves its norm at once.
+    A bucket is smaller than most gradients, so a gradient might be freed while it is still being sent. Without that
+    error, both differ at most by the order of sums; a wrong gradient changes its norm at once.
     """
     found = []
     for way in ("on", "off"):
@@ -78,13 +78,13 @@ def overlap(job: Job, sheet: Sheet) -> None:
 
 
 def largest_difference(runs: Sequence[Sequence[dict[str, Any]]], figure: Callable[[dict[str, Any]], float]) -> float:
-    """Return the largest relative difference of a figure between two runs' steps."""
+    """Return the largest relative difference in a metric between two training runs' steps."""
     pairs = zip(*runs, strict=True)
     return max(abs(figure(a) - figure(b)) / max(abs(figure(b)), 1e-30) for a, b in pairs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

@@ -1,6 +1,6 @@
-"""Step rings: a ring's ranks one after the other on one GPU: compared with float64, and timed beside one call.
+"""Step rings: a ring's ranks one after the other on one GPU: compared with float64, and timed against one call.
 
-Transfers are left out: keys lie there as they would have arrived.
+Transfers are left out: keys are in place as if they had arrived.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _SECONDS = 18.0
 def run(job: Job, sheet: Sheet) -> None:
     """Compare degrees 2 to 8, then time one document by degree."""
     setting = job.pick(full_setting, lambda: tiny_setting("cpu"))()
-    # 1,680 tokens are whole chunks of every layout at every degree, and float64 on the CPU takes seconds for them.
+    # 1,680 tokens are full token chunks in every layout at every degree, and float64 on the CPU takes seconds for them.
     small = replace(setting, ring_tokens=job.pick(1680, 240), degrees=job.pick(tuple(range(2, 9)), (2, 3)))
     small = replace(small, num_heads=8, num_kv_heads=2)
     for number, (name, kernel) in enumerate(small.kernels().items()):
-        # FlexAttention compiles, and cuDNN plans, for each pair of lengths: all degrees are the first kernel's.
+        # FlexAttention compiles, and cuDNN plans, for each pair of lengths: only the first kernel runs all degrees.
         if name == "flex":
             continue
         if number:
@@ -43,7 +43,7 @@ def run(job: Job, sheet: Sheet) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

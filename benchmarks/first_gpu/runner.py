@@ -1,7 +1,7 @@
-"""Run steps, each a process of its own with a limit of time, within a deadline for all of them.
+"""Runs steps, each in its own process with a time limit, within a deadline for all of them.
 
-Steps that are not timed run beside one another as the cores allow; one that is timed runs alone. After each step the
-report and the archive are written anew, so that whatever ends the run leaves all that came before.
+Steps that are not timed run in parallel as the cores allow; a timed step runs alone. After each step the report and the
+archive are rewritten, so that an interruption keeps all earlier results.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from benchmarks.first_gpu.report import Outcome, judge, line, skipped_outcome, t
 from benchmarks.first_gpu.steps import Step
 
 _LEAST_SHARE = 0.5
-"""A step is not started if less than this share of its limit is left before the deadline."""
+"""A step is not started if less than this fraction of its limit remains before the deadline."""
 _DRY_SECONDS = 900.0
-"""Limit of a step in a dry run, where nothing is timed."""
+"""A step's limit in a dry run, in which nothing is timed."""
 _TICK_SECONDS = 0.1
 
 
 class Ended(BaseException):
-    """A signal asked the run to end."""
+    """Raised when a signal ends the run."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Running:
 def startable(
     pending: Sequence[Step], running: Collection[Step], ended: Collection[str], *, cores: int
 ) -> Iterator[Step]:
-    """Return the steps that may start now, in their order; a step that runs alone is overtaken by none."""
+    """Return the steps that may start now, in order; no step overtakes one that runs alone."""
     free = cores - sum(min(step.cores, cores) for step in running)
     known = {step.name for step in (*pending, *running)}
     nobody = not running
@@ -69,12 +69,12 @@ def startable(
 
 
 class Run:
-    """Steps on their way: what waits, what runs, what became of the rest."""
+    """Steps in progress: waiting, running, and finished."""
 
     def __init__(
         self, steps: Sequence[Step], *, device: str, scratch: Path, out: Path, seconds: float, cores: int, facts: dict
     ) -> None:
-        """``seconds`` is the limit of all steps together; ``facts`` go into the report."""
+        """Initialize; ``seconds`` is the limit for all steps together, and ``facts`` go into the report."""
         self.pending, self.running, self.outcomes = list(steps), [], []
         self.device, self.scratch, self.out, self.cores = device, scratch, out, cores
         self.deadline, self.facts = time.monotonic() + seconds, facts
@@ -82,7 +82,7 @@ class Run:
         self.environment = environment_of(device, scratch)
 
     def all_steps(self) -> list[Outcome]:
-        """Run all steps, print a line for each, and return what became of them in their order."""
+        """Run all steps, print a line for each, and return their outcomes in order."""
         with signals_end():
             try:
                 while self.pending or self.running:
@@ -117,7 +117,7 @@ class Run:
         threads = 1 if self.device == "cpu" else min(step.cores, self.cores)
         environment = self.environment | {"OMP_NUM_THREADS": str(threads)}
         with (self.scratch / f"{step.name}.log").open("wb") as log:
-            # A session of its own: whatever the step starts ends with it.
+            # A separate session: all processes that the step starts end with it.
             process = subprocess.Popen(
                 words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -157,10 +157,10 @@ class Run:
 
 @contextmanager
 def signals_end() -> Iterator[None]:
-    """Raise ``Ended`` within the block when this process is first asked to end."""
+    """Raise ``Ended`` within the ``with`` block at the first signal to end."""
 
     def end(number: int, frame: Any) -> None:
-        # A second signal would cut off the archive that the first one asks for.
+        # A second signal would interrupt the archive that the first one requests.
         for other in before:
             signal.signal(other, signal.SIG_IGN)
         raise Ended
@@ -176,18 +176,18 @@ def signals_end() -> Iterator[None]:
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started."""
+    """End a process and all its descendants."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def environment_of(device: str, scratch: Path) -> dict[str, str]:
-    """Return the environment of the steps: what the user has set stays; caches are in the scratch folder."""
+    """Return the steps' environment: the user's settings stay; caches are in the scratch folder."""
     given: Mapping[str, str] = os.environ
     caches = {"LONGCTX_CACHE": "longctx", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
     defaults = {name: str(scratch / "cache" / folder) for name, folder in caches.items()}
-    # The ranks of the ring are on this machine.
+    # The ring's ranks are on this machine.
     defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     paths = [str(ROOT), *filter(None, [given.get("PYTHONPATH", "")])]
     fixed = {"DS_ACCELERATOR": device, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}

@@ -1,7 +1,7 @@
 """Steps slices, compiled, store, profile, long: two layers of an 8B model by the product's own training script.
 
-The vocabulary is 4,096, so that a step is layers and not the head. A row is one document. Tokens a second and MFU are
-medians of the steps behind the first one; memory stands beside the plan's and the trace's.
+The vocabulary is 4,096, so that a step measures layers and not the head. A row is one document. Tokens per second and
+MFU are medians over the steps after the first; memory is compared with the plan's and the trace's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DRY_MODEL = {
 
 @dataclass(frozen=True)
 class Slice:
-    """A run of few layers."""
+    """A training run with few layers."""
 
     name: str
     length: str
@@ -46,7 +46,7 @@ class Slice:
 
 
 def settings_of(job: Job, one: Slice) -> dict[str, Any]:
-    """Return the settings of a run, which its trace takes too."""
+    """Return a training run's settings, which its trace uses too."""
     tokens = length_of(job, one.length)
     model = job.pick({"model.preset": "llama-3.1-8b"}, _DRY_MODEL)
     found = common(job) | model | {
@@ -90,20 +90,20 @@ LONG = Slice(
 
 
 def run(job: Job, sheet: Sheet) -> None:
-    """Run the group of slices that is named."""
+    """Run the selected group of slices."""
     for group in job.which:
         _GROUPS[group](job, sheet)
 
 
 def lengths(job: Job, sheet: Sheet) -> None:
-    """32K and 128K by kernel."""
+    """Measure 32K and 128K rows by kernel."""
     for one in LENGTHS:
         with sheet.attempt(one.name):
             measure(job, sheet, one)
 
 
 def compiled(job: Job, sheet: Sheet) -> None:
-    """32K compiled: the first step, the rate behind it, and the losses of the run that compiles nothing."""
+    """Measure 32K compiled: the first step, the rate after it, and the losses compared with an eager training run."""
     plain = Slice("32K eager", "32K", {}, steps=5)
     with sheet.attempt(COMPILED.name):
         found = measure(job, sheet, COMPILED)
@@ -113,12 +113,12 @@ def compiled(job: Job, sheet: Sheet) -> None:
         beside = steps_of(folder) or measure(job, sheet, plain)
         losses = [[step["loss"] for step in steps] for steps in (found, beside)]
         error = max(abs(a / b - 1) for a, b in zip(*losses, strict=False))
-        # Five steps of bfloat16 that round in another order.
+        # Five bfloat16 steps that round in another order.
         sheet.add("compiled beside eager, loss", error, bound=1e-2)
 
 
 def store(job: Job, sheet: Sheet) -> None:
-    """Layers by chunks, with what is kept on the device and on the host."""
+    """Measure layers by chunks, with kept activations on the device and on the host."""
     rates = {}
     for one in STORE:
         with sheet.attempt(one.name):
@@ -128,7 +128,7 @@ def store(job: Job, sheet: Sheet) -> None:
 
 
 def profile(job: Job, sheet: Sheet) -> None:
-    """One step under the profiler: the share of it in which the GPU is busy, and how often the host waits."""
+    """Profile one step: the fraction of time in which the GPU is busy, and the number of host waits."""
     path = job.scratch / "profile.json.gz"
     with sheet.attempt("profile"):
         train(job, PROFILED, ["--profile", str(path)])
@@ -144,7 +144,7 @@ def profile(job: Job, sheet: Sheet) -> None:
 
 
 def long(job: Job, sheet: Sheet) -> None:
-    """A row of a million tokens through one layer, one step."""
+    """Run a row of a million tokens through one layer, for one step."""
     with sheet.attempt(LONG.name):
         measure(job, sheet, LONG)
 
@@ -189,12 +189,12 @@ def folder_of(job: Job, one: Slice) -> Path:
 
 
 def rate_of(found: Sequence[dict[str, Any]]) -> float:
-    """Return the median of tokens a second; the first step, which allocates and compiles, counts if it is alone."""
+    """Return the median tokens per second; the first step, which allocates and compiles, counts only if it is alone."""
     return statistics.median(step["tokens_per_second"] for step in (found[1:] or found))
 
 
 def busy_share(kernels: Iterable[dict[str, Any]]) -> float:
-    """Return the share of the time from the first kernel to the last in which at least one runs."""
+    """Return the fraction of the time between the first and the last kernel in which at least one runs."""
     spans = sorted((event["ts"], event["ts"] + event.get("dur", 0)) for event in kernels)
     busy, reached = 0.0, spans[0][0]
     for start, stop in spans:
@@ -204,13 +204,13 @@ def busy_share(kernels: Iterable[dict[str, Any]]) -> float:
 
 
 def num_waits(events: Iterable[dict[str, Any]]) -> int:
-    """Return how often the host waited for the device: synchronisations of stream, device or event."""
+    """Return how often the host waited for the device: synchronizations of stream, device or event."""
     waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
     return sum(event.get("name") in waits for event in events)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

@@ -1,6 +1,6 @@
-"""The steps of both parts as values: what runs, for how long, beside what, and what is expected with its source.
+"""Both parts' steps as values: command, time limit, concurrency, and expected results with their sources.
 
-Expected figures are for an H100 SXM unless a card is named; none of them was measured by this project.
+Expected results are for an H100 SXM unless a card is named; this project measured none of them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a figure should come to."""
+    """A result's expected value."""
 
     figure: float
     source: str
     at_most: bool = False
-    """Whether less is better."""
+    """True if less is better."""
     cards: Mapping[str, float] = field(default_factory=dict)
-    """Figures of other cards, by a part of their name."""
+    """Values for other cards, by a substring of their name."""
 
     def on(self, card: str) -> float:
-        """Return the figure for this card."""
+        """Return the value for this card."""
         return next((figure for name, figure in self.cards.items() if name in card), self.figure)
 
 
@@ -31,22 +31,22 @@ class Step:
 
     name: str
     module: str
-    """Of this folder."""
+    """Module in this folder."""
     which: tuple[str, ...] = ()
-    """Its arguments."""
+    """The module's arguments."""
     seconds: float
-    """Limit of time."""
+    """Time limit."""
     least: float = 0.0
-    """Seconds that must be left for it to begin; 0 is half of its limit."""
+    """Seconds that must remain for it to begin; 0 is half of its limit."""
     cores: int = 1
     alone: bool = False
-    """Whether nothing may run beside it, and no later step before it."""
+    """True if no other step may run at the same time, and no later step before it."""
     after: tuple[str, ...] = ()
-    """Steps that must have ended, well or not."""
+    """Steps that must have ended, with any verdict."""
     shows: str = ""
-    """The check whose figure stands in the step's line."""
+    """The check whose result is in the step's line."""
     expected: Mapping[str, Expected] = field(default_factory=dict)
-    """By the name of the check."""
+    """Expected results by check name."""
 
 
 _SEEN = "reported by other programs on such cards"
@@ -67,7 +67,7 @@ _RATES = {
 
 
 def _attention() -> dict[str, Expected]:
-    """Return the expected rates of each kernel, by length and direction."""
+    """Return each kernel's expected rates, by length and direction."""
     found = {}
     fa2 = (333, 335, 290, (_FORWARD, _BACKWARD))
     rows = {
@@ -86,7 +86,7 @@ def _attention() -> dict[str, Expected]:
 
 
 def _slices(rows: Mapping[str, tuple[float, float]]) -> dict[str, Expected]:
-    """Return the expected tokens a second (thousands) and MFU (%) of some runs."""
+    """Return the expected tokens per second (thousands) and MFU (%) of some training runs."""
     found = {}
     for run, (thousands, mfu) in rows.items():
         found[f"{run}, tokens/s"] = Expected(figure=1000 * thousands, source=_SLICE)
@@ -96,7 +96,7 @@ def _slices(rows: Mapping[str, tuple[float, float]]) -> dict[str, Expected]:
 
 PART_1: tuple[Step, ...] = (
     Step(name="machine", module="machine", seconds=30, cores=16, alone=True, shows="matmul", expected=_RATES),
-    # What is right or wrong: beside one another, for most of it is starting processes and comparing on the CPU.
+    # Correctness steps run in parallel: most of their time is process startup and comparison on the CPU.
     Step(name="contact", module="contact", seconds=75, cores=3),
     Step(name="data", module="data", which=("corpus", "rows"), seconds=60),
     Step(name="tests", module="gpu_tests", which=("other",), seconds=75, cores=3, shows="passed"),
@@ -105,7 +105,7 @@ PART_1: tuple[Step, ...] = (
     Step(name="flex", module="gpu_tests", which=("flex",), seconds=110, cores=2, shows="passed"),
     Step(name="trace", module="trace", seconds=60),
     Step(name="demo", module="demo", seconds=80, cores=3, after=("data",)),
-    # Ranks that share a GPU take turns on it: they wait least while nothing else computes there.
+    # Ranks on the same GPU take turns on it: they wait least while no other step computes there.
     Step(name="ring", module="ring", seconds=110, cores=6, after=("contact", "tests", "parity", "verify")),
     Step(
         name="attention", module="attention", seconds=60, cores=16, alone=True, shows="cudnn 32K forward",
@@ -174,10 +174,10 @@ PART_2: tuple[Step, ...] = (
 )  # fmt: skip
 PARTS: dict[str, tuple[Step, ...]] = {"1": PART_1, "2": PART_2}
 PART_SECONDS = {"1": 410.0, "2": 250.0}
-"""Limits of the parts, with some seconds for the archive to 420 and 260."""
+"""Time limits per part; with some seconds for the archive they become 420 and 260."""
 
 
 def named(names: Sequence[str]) -> list[Step]:
-    """Return steps of any part by name; KeyError for a name that there is not."""
+    """Return steps of any part by name; KeyError for an unknown name."""
     known = {step.name: step for part in PARTS.values() for step in part}
     return [known[name] for name in names]

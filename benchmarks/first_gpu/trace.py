@@ -1,4 +1,4 @@
-"""Step trace: what ``plan --trace`` says the slices take, on the CPU and beforehand: their memory stands beside it."""
+"""Step trace: ``plan --trace``'s memory for the slices, on the CPU and beforehand, for comparison with measurements."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from benchmarks.first_gpu.slices import GIB, LENGTHS, Slice, settings_of
 from launcher.trace.stand_in import torch_cuda_version
 
 _WITHOUT = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-"""The trace needs no GPU, and takes no part of one from the steps beside it."""
+"""The trace needs no GPU, and leaves it to concurrent steps."""
 
 
 def run(job: Job, sheet: Sheet) -> None:
-    """Trace each slice once: kernels take no memory that a trace sees."""
+    """Trace each slice once: kernels allocate no memory that a trace sees."""
     if torch_cuda_version() is None:
         sheet.add("trace", skipped="this PyTorch is a CPU build; `longctx plan --trace` says what to install")
         return
@@ -34,13 +34,13 @@ def traced_peak(job: Job, one: Slice) -> int:
     text = run_command(
         [*LAUNCHER, "plan", "--trace", "--json", "--ranks", "1", *flags(settings)], seconds=58, environment=_WITHOUT
     )
-    # Lines of progress may stand around the object.
+    # Progress lines may surround the object.
     told, _ = json.JSONDecoder().raw_decode(text, text.index("{\n"))
     return max(rank["bytes"]["peak"] for rank in told["ranks"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

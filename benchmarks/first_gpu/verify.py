@@ -21,7 +21,7 @@ _CASES = {
 
 
 def run(job: Job, sheet: Sheet) -> None:
-    """Run all cases beside one another: most of each is starting Python and one process on the GPU."""
+    """Run all cases in parallel: most of their time is starting Python and one process on the GPU."""
     commands = {}
     for name, settings in _CASES.items():
         if name in (job.which or _CASES):
@@ -33,12 +33,12 @@ def run(job: Job, sheet: Sheet) -> None:
 
 
 def agreement(text: str) -> str:
-    """Return the line of the verdict."""
+    """Return the verdict line."""
     return one_line(next((line for line in text.splitlines() if AGREED in line or "differ" in line), "no verdict"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the step."""
+    """Run the step as a command."""
     return run_step(run, __doc__, arguments)
 
 

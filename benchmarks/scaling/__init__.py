@@ -1,1 +1,1 @@
-"""Parts of ``benchmarks/scale.py``: what each piece of the host's work costs one rank of a large job."""
+"""Modules of ``benchmarks/scale.py``: the cost of each of the host's tasks on one rank of a large job."""

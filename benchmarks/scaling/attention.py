@@ -1,7 +1,7 @@
-"""A batch's layout, schedule and agreement, and the host's way through one layer's ring, on one rank of many.
+"""A batch's layout, schedule and agreement, and the host's work for one layer's ring, on one rank of many.
 
-The transports are the run's own. Only the wire is a stand-in: it counts what is sent and received, and hands out empty
-buffers. Tensors have one head of one value, so what is timed is the host's work alone.
+The transports are a training run's own. Only the wire is a stand-in: it counts sent and received messages, and returns
+empty buffers. Tensors have one head of one value, so only the host's work is timed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from parallel.transport.transport_choice import build_transport, resolve_transpo
 PACKED_MEAN = 8192
 """Mean length of the packed documents, which are log-normal."""
 NODE = 8
-"""Ranks of a node."""
+"""Ranks per node."""
 
 
 @dataclass
 class CountingExchange:
-    """In place of the ranks' exchange: nothing travels, everything is counted."""
+    """Stand-in for the ranks' exchange: nothing is sent, everything is counted."""
 
     peers: set[int] = field(default_factory=set)
     messages: int = 0
@@ -45,14 +45,14 @@ class CountingExchange:
     def keys(
         self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: int, source: int, kind: Kind
     ) -> PendingTensors:
-        """As ``RingExchange.keys``."""
+        """Count as ``RingExchange.keys`` would send."""
         self._count(outgoing, to, rows, source)
         return PendingTensors(_zeros(empty_rows(like, rows)) or ())
 
     def gradients(
         self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: Any, source: int, kind: Kind
     ) -> PendingGradients:
-        """As ``RingExchange.gradients``."""
+        """Count as ``RingExchange.gradients`` would send."""
         self._count(outgoing, to, rows.num_rows, source)
         return PendingGradients(PendingTensors(_zeros(empty_rows(like, rows.num_rows)) or ()), rows)
 
@@ -73,7 +73,7 @@ def _zeros(buffers: KeysAndValues | None) -> KeysAndValues | None:
 
 
 def packed_documents(num_tokens: int, mean: int = PACKED_MEAN, seed: int = 0) -> PackedDocuments:
-    """Log-normal documents end to end, the last one cut."""
+    """Return log-normal documents end to end, the last one cut."""
     draw = np.random.default_rng(seed)
     bounds = [0]
     while bounds[-1] < num_tokens:
@@ -83,12 +83,12 @@ def packed_documents(num_tokens: int, mean: int = PACKED_MEAN, seed: int = 0) ->
 
 
 def mesh_of(rank: int, ranks: int, *, context: int, ulysses: int) -> Mesh:
-    """The mesh of one rank of many, without its groups."""
+    """Return the mesh of one rank of many, without its groups."""
     return Mesh(rank=rank, world_size=ranks, context=context, ulysses=ulysses, ranks_per_node=NODE)
 
 
 def measure(figures: Figures, ranks: int, num_tokens: int, models: Sequence[str]) -> None:
-    """All of a sequence over ``ranks`` ranks, ring alone and Ulysses in a node × ring between nodes."""
+    """Measure all costs of a sequence over ``ranks`` ranks, ring alone and Ulysses in a node × ring between nodes."""
     texts = {"one document": PackedDocuments.of(None, num_tokens), "packed": packed_documents(num_tokens)}
     for text, documents in texts.items():
         kind = {"one document": "zigzag", "packed": "balanced"}[text]
@@ -120,7 +120,7 @@ def _measure_case(
     mesh = mesh_of(ranks // 2, ranks, context=ranks, ulysses=ulysses)
     _, seconds = timed(lambda: _digest(schedule, "signature", None))
     figures.add("agreement on a plan", f"{case}: fingerprint", ranks, seconds, unit="s", **every)
-    # 16 bytes of every context rank: nothing smaller says which one differs.
+    # 16 bytes per context rank: the minimum that identifies a mismatched rank.
     figures.add("agreement on a plan", f"{case}: gathered", ranks, 16 * ranks, unit="B", **every)
 
     partners = {"needed": "ranks", "power": 1.0}
@@ -139,7 +139,7 @@ def _measure_case(
 
 
 def _one_layer(schedule: Schedule, mesh: Mesh, transport: str) -> tuple[CountingExchange, float]:
-    """Forward and backward of one layer's ring: what was exchanged, and CPU seconds of the host."""
+    """Run forward and backward of one layer's ring; return the counted messages and the host's CPU seconds."""
     exchange = CountingExchange()
     carried: Any = build_transport(transport, schedule, mesh)
     carried.exchange = exchange
@@ -155,7 +155,7 @@ def _one_layer(schedule: Schedule, mesh: Mesh, transport: str) -> tuple[Counting
 
 
 def _attend(block: KVBlock) -> PartialResult:
-    """A result of the right shape: nothing is computed."""
+    """Return a result with the right shape, without computing."""
     num_queries = block.queries.stop - block.queries.start
     out: Tensor = torch.zeros(1, num_queries, 1, 1)
     return out, torch.zeros(1, num_queries, 1)
@@ -166,10 +166,10 @@ def _differentiate(block: KVBlock) -> KeysAndValues:
 
 
 def attention_shapes(config: ModelConfig, ulysses: int) -> dict[str, AttentionShape]:
-    """A layer's heads as they are sent between ranks, in bfloat16."""
+    """Return a layer's heads as sent between ranks, in bfloat16."""
     if not config.is_latent:
         return {"keys and values": _shape(config, config.num_kv_heads)}
-    # Each head unfolds a key and a value of its own before they travel. Ulysses could not trade the one latent.
+    # Each head expands its own key and value before they are sent. Ulysses could not split the single latent.
     if ulysses > 1:
         return {"keys and values": _shape(config, config.num_heads)}
     latents = AttentionShape(config.num_heads, 1, config.kv_lora_rank + config.rope_head_dim, 2, 0)

@@ -1,4 +1,4 @@
-"""Figures by number of ranks, and how they grow."""
+"""Results by rank count, and their growth."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import TypeVar
 T = TypeVar("T")
 
 FLOORS = {"s": 0.02, "B": 4096.0, "": 8.0}
-"""By unit: what is too small to matter, and whose growth is noise."""
+"""Values, by unit, below which growth is noise."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One quantity of one rank, at several numbers of ranks."""
+    """One metric of one rank, at several rank counts."""
 
     part: str
     case: str
     unit: str
     """``s`` (CPU seconds), ``B`` (bytes), or empty for a count."""
     needed: str
-    """What it must grow with, in words."""
+    """Necessary growth, in words."""
     power: float
-    """The power of the ranks that these words mean for a step of the same tokens."""
+    """Exponent of the rank count that these words mean for a step with the same tokens."""
     values: dict[int, float] = field(default_factory=dict)
-    """By ranks."""
+    """Values by rank count."""
     why: str = ""
-    """Why it grows faster than it must, where it does."""
+    """Reason for faster growth than necessary, if any."""
 
     @property
     def growth(self) -> float | None:
-        """The power of the ranks that fits the first and the last value; None where both are too small to tell."""
+        """The exponent of the rank count that fits the first and the last value; None if both are too small to tell."""
         ranks = sorted(self.values)
         if len(ranks) < 2:
             return None
         floor, last = FLOORS[self.unit], self.values[ranks[-1]]
-        # What shrinks may end small, so the larger of both ends decides.
+        # Shrinking values may end small, so the larger of both ends decides.
         if max(last, self.values[ranks[0]]) <= floor:
             return None
         # Clipped: a hundredth of the floor is rounding, and 0 has no logarithm.
@@ -47,12 +47,12 @@ class Figure:
 
     @property
     def is_too_fast(self) -> bool:
-        """Whether it grows clearly faster than it must."""
+        """True if it grows clearly faster than necessary."""
         return self.growth is not None and self.growth > self.power + 0.25
 
 
 class Figures:
-    """Figures under way: each is named once, and given a value for each number of ranks."""
+    """Results being collected: each is defined once, and given a value per rank count."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], Figure] = {}
@@ -69,25 +69,25 @@ class Figures:
         power: float,
         why: str = "",
     ) -> None:
-        """The value of a figure at so many ranks."""
+        """Add a result's value at this rank count."""
         figure = self._found.setdefault((part, case), Figure(part, case, unit, needed, power, {}, why))
         figure.values[ranks] = value
 
     @property
     def all(self) -> list[Figure]:
-        """In the order in which they were named."""
+        """Return all results in the order of their definition."""
         return list(self._found.values())
 
 
 def timed(act: Callable[[], T]) -> tuple[T, float]:
-    """What it returns, and its CPU seconds."""
+    """Return ``function``'s result, and its CPU seconds."""
     started = time.process_time()
     result = act()
     return result, time.process_time() - started
 
 
 def as_json(figure: Figure) -> Mapping[str, object]:
-    """A figure as it is written to the results."""
+    """Return the record for the results file."""
     return {
         "part": figure.part,
         "case": figure.case,

@@ -1,4 +1,4 @@
-"""A run's files in a large job: the checkpoint's manifest, metrics, and what a start does with the data."""
+"""A training run's files in a large job: the checkpoint's manifest, metrics, and reading data at a start."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ from longctx.model.decoder import Decoder
 SHARDS, SHARD_BYTES = 4000, 268_435_456
 """A corpus of 1.07 TB: shards as ``data build`` closes them, 2^26 tokens of four bytes."""
 DOCUMENTS = 1_000_000_000
-"""Documents of the corpus of which a block is planned."""
+"""Documents in the corpus of the planned epoch block."""
 MOST_PIECES = 1_500_000
-"""Pieces of a manifest that is really written and read; above, a figure is that of the largest, times the pieces."""
+"""Maximum number of tensor fragments in a manifest that is written and read; larger ones are extrapolated by fragment
+count.
+"""
 
 
 def measure_checkpoint(figures: Figures, ranks: int, model: str) -> None:
-    """The manifest of the model's checkpoint over so many ranks, partitioned flat (ZeRO 1, 2) and by tensor (3)."""
+    """Measure the manifest of the model's checkpoint over this many ranks, partitioned flat (ZeRO 1, 2) and by tensor
+    (3).
+    """
     sizes = tensor_sizes(PRESETS[model])
     for stage, needed, power in ((2, "tensors + ranks", 1.0), (3, "tensors × ranks", 1.0)):
         pieces = _num_pieces(sizes, ranks, stage)
@@ -53,21 +57,21 @@ def measure_checkpoint(figures: Figures, ranks: int, model: str) -> None:
 
 
 def tensor_sizes(config: ModelConfig) -> list[int]:
-    """Values of each tensor of a model, built without memory."""
+    """Return each tensor's number of values in a model, built without memory."""
     with torch.device("meta"):
         return [parameter.numel() for parameter in Decoder(config).parameters()]
 
 
 def _num_pieces(sizes: Sequence[int], ranks: int, stage: int) -> int:
-    """Pieces of all roles."""
+    """Return the number of tensor fragments over all roles."""
     if stage == 3:
         return len(sizes) * ranks * len(ROLES)
-    # A flat partition cuts at most one tensor for each rank.
+    # A flat partition cuts at most one tensor per rank.
     return (len(sizes) + ranks - 1) * len(ROLES)
 
 
 def _pieces(sizes: Sequence[int], ranks: int, stage: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield tensor, rank, first value and number of values of each piece."""
+    """Yield tensor, rank, first value and number of values for each tensor fragment."""
     if stage == 3:
         for tensor, size in enumerate(sizes):
             part = -(-size // ranks)
@@ -86,7 +90,7 @@ def _pieces(sizes: Sequence[int], ranks: int, stage: int) -> Iterator[tuple[int,
 
 
 def _manifest(sizes: Sequence[int], ranks: int, stage: int) -> tuple[int, float, float]:
-    """Bytes of a manifest, CPU seconds to make it, and to read and check it."""
+    """Return a manifest's bytes, and CPU seconds to build it, and to read and check it."""
     tensors: dict[str, Any] = {
         f"model.layers.{number}.weight": {"shape": [size], "roles": {role: [] for role in ROLES}}
         for number, size in enumerate(sizes)
@@ -126,7 +130,9 @@ def _file(rank: int) -> str:
 
 
 def measure_metrics(figures: Figures, ranks: int, model: str, *, steps: int = 400) -> None:
-    """Bytes a step of ``metrics.jsonl``, on average over ``steps`` steps, and of the step's one all-reduce."""
+    """Return the bytes per step in ``metrics.jsonl``, averaged over ``steps`` steps, and in the step's single
+    all-reduce.
+    """
     config = PRESETS[model]
     layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
     draw = np.random.default_rng(0)
@@ -136,13 +142,13 @@ def measure_metrics(figures: Figures, ranks: int, model: str, *, steps: int = 40
         total += len(encode(compact_record(_record(step, layers, loads))))
     words: dict[str, Any] = {"needed": "nothing", "power": 0.0}
     figures.add("metrics.jsonl, a step", model, ranks, total / steps, unit="B", **words)
-    # Three sums, a count for each expert, six figures a layer, and the FLOPs: one all-reduce a step.
+    # Three sums, a count per expert, six statistics per layer, and the FLOPs: one all-reduce per step.
     reduced = 8 * (3 + len(layers) * (config.num_experts + 6) + 1)
     figures.add("a step's totals, all-reduced", model, ranks, reduced, unit="B", **words)
 
 
 def _record(step: int, layers: Sequence[int], loads: list[list[int]]) -> dict[str, Any]:
-    """A train record with every field."""
+    """Return a train record with every field."""
     figure = [math.pi / (layer + 1) for layer in layers]
     plain = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "data_wait_seconds", "model_tflops", "mfu")
     return {
@@ -165,7 +171,9 @@ def _record(step: int, layers: Sequence[int], loads: list[list[int]]) -> dict[st
 
 
 def measure_data(figures: Figures, ranks: int) -> None:
-    """What a first start reads of a terabyte on a network file system, and what ranks tell each other of it."""
+    """Measure the bytes a first start reads from a terabyte on a network file system, and the messages ranks exchange
+    for it.
+    """
     shares, seconds = timed(lambda: assign_shards([SHARD_BYTES] * SHARDS, ranks))
     corpus = f"{SHARDS * SHARD_BYTES / 1e12:.1f} TB in {SHARDS:,} shards"
     most = max(map(len, shares)) * SHARD_BYTES
@@ -176,7 +184,7 @@ def measure_data(figures: Figures, ranks: int) -> None:
 
 
 def measure_plan(figures: Figures, ranks: int, *, documents: int = DOCUMENTS) -> None:
-    """The plan of a block of rows, which every rank makes for itself. Reading its lengths is in ``data_plan``."""
+    """Measure the plan of an epoch block, which every rank computes. Reading document lengths is in ``data_plan``."""
     deal = BlockAssignment.of(documents, 800 * documents, SHARDS, 131_072)
     own = documents // deal.num_blocks
     lengths = 1 + np.random.default_rng(0).geometric(1 / 800, own)

@@ -1,4 +1,4 @@
-"""Process groups, and the counts that experts exchange, with torch's fake process group: a world of one process."""
+"""Process groups, and the counts exchanged for experts, with torch's fake process group: a world in one process."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from parallel.mesh import Mesh
 from parallel.schedule.document_segments import shared_documents
 
 CONTEXT = 64
-"""Ranks of a sequence of a million tokens, as they would be chosen: Ulysses in the node, a ring between eight nodes."""
+"""Ranks for a sequence of a million tokens, in a typical choice: Ulysses in the node, a ring between eight nodes."""
 EXPERT = 64
 
 
 def measure(figures: Figures, ranks: int) -> None:
-    """The mesh of a world of so many ranks: context 64, Ulysses 8, experts over 64, the rest data."""
+    """Measure the mesh of a world with this many ranks: context 64, Ulysses 8, experts over 64, the rest data."""
     dist.init_process_group("fake", rank=ranks // 2, world_size=ranks, store=FakeStore())
     new_group, created = dist.new_group, []
 
     def counting(members: list[int], **options: Any) -> Any:
-        # Those for the CPU have a backend by name, which a fake world cannot have.
+        # CPU groups have a named backend, which a fake world cannot have.
         group = new_group(members, **{**options, "backend": "fake"})
         created.append(len(members))
         return group
@@ -53,13 +53,13 @@ def measure(figures: Figures, ranks: int) -> None:
 
 
 def measure_experts(figures: Figures, ranks: int, num_tokens: int, model: str) -> None:
-    """What a layer of experts tells other ranks beside the tokens themselves, on one rank, for packed documents."""
+    """Measure a MoE layer's messages to other ranks except the tokens, on one rank, for packed documents."""
     config = PRESETS[model]
     degree = min(EXPERT, ranks)
     mesh = Mesh(rank=0, world_size=ranks, context=ranks, expert=degree)
     dispatcher = AllToAllDispatcher(mesh, config.num_experts)
     experts_Nk = torch.randint(config.num_experts, (max(1, num_tokens // ranks), config.experts_per_token))
-    # Once before: the first call of an operation is slower.
+    # Once before: an operation's first call is slower.
     dispatcher._counts(experts_Nk)
     _, seconds = timed(lambda: dispatcher._counts(experts_Nk))
     case = f"{model}, experts over {EXPERT}"
@@ -82,7 +82,7 @@ def measure_experts(figures: Figures, ranks: int, num_tokens: int, model: str) -
         **words,
     )
     figures.add("finding shared documents", case, ranks, seconds, unit="s", needed="ranks", power=1.0)
-    # Ids and a token's index, int32, of every token of the sequence.
+    # Ids and token index, int32, for every token in the sequence.
     figures.add(
         "capacity, gathered a layer",
         f"{model}, model.capacity_factor set",
@@ -91,5 +91,5 @@ def measure_experts(figures: Figures, ranks: int, num_tokens: int, model: str) -
         unit="B",
         needed="experts × ranks",
         power=1.0,
-        why="each rank gathers every token's choice; counts of each rank's runs would do",
+        why="each rank gathers every token's choice; counts per rank's token span would do",
     )

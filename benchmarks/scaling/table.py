@@ -1,4 +1,4 @@
-"""The tables of ``docs/scale.md``."""
+"""Tables for ``docs/scale.md``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ START = (
 
 
 def table_of(parts: Sequence[str]) -> Callable[[dict[str, Any]], str]:
-    """What writes the table of the figures whose part begins with one of these."""
+    """Return a function that writes the table of results whose names begin with one of these."""
     return lambda result: _table([figure for figure in result["figures"] if figure["part"].startswith(tuple(parts))])
 
 
@@ -42,7 +42,7 @@ def _table(figures: Sequence[dict[str, Any]]) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
-    """A value as people write it."""
+    """Format a value with its unit."""
     if unit == "s":
         if value < 1:
             return f"{value * 1e3:.3g} ms"
@@ -56,7 +56,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def _growth(figure: dict[str, Any]) -> str:
-    """The fitted power, in bold where it is more than it must be; a dash where figures are too small to tell."""
+    """Return the fitted exponent, in bold if it is more than necessary; a dash if values are too small to tell."""
     if figure["growth"] is None:
         return "–"
     power = f"ranks^{figure['growth']:.2f}".replace("-0.00", "0.00")

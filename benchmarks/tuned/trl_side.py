@@ -1,9 +1,9 @@
-"""TRL's side of ``benchmarks.tuning``, run by the Python that has it: makes the model, and trains it.
+"""TRL's side of ``benchmarks.tuning``, run by the Python in which TRL is installed: builds the model, and trains it.
 
     python trl_side.py make FOLDER SHAPE
     python trl_side.py train SETTINGS
 
-Both take JSON. It imports nothing of this project.
+Both take JSON. It imports nothing from this project.
 """
 
 # pyright: reportMissingImports=false
@@ -29,11 +29,11 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML, as Qwen's models have it, with TRL's marks of what counts."""
+"""ChatML, as in Qwen's models, with TRL's marks around tokens in the loss."""
 
 
 def make(folder: Path, shape: dict[str, Any]) -> None:
-    """Write a model of random weights with a tokenizer of this Python's own source and a chat template."""
+    """Write a model with random weights, a tokenizer of this Python's own source, and a chat template."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -58,7 +58,7 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Train, and print the losses of the steps as JSON."""
+    """Train, and print the steps' losses as JSON."""
     import torch
     from datasets import Dataset
     from torch.utils.data import SequentialSampler

@@ -32,7 +32,7 @@ class SourcePosition:
     tokens: int = 0
     """Tokens taken in total, without padding."""
     tokens_since_reset: int = 0
-    """Tokens taken since the current shares took effect."""
+    """Tokens taken since the current token shares took effect."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class MixedPosition:
     sources: tuple[SourcePosition, ...]
     rows_consumed: int = 0
     shares: tuple[int, ...] = ()
-    """Integer shares that selected the last row; empty before the first row."""
+    """Integer token shares that selected the last row; empty before the first row."""
 
     @property
     def tokens_consumed(self) -> int:
@@ -68,7 +68,7 @@ def source_state(position: SourcePosition, identity: dict[str, Any], share: int 
 
 
 def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[SourcePosition, int | None]:
-    """Return a source's position and its share when the state was saved.
+    """Return a source's position and its token share when the state was saved.
 
     Raises DataError if the entry is damaged or belongs to other data or another row order.
     """
@@ -96,7 +96,7 @@ def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[Sourc
 
 
 def _read_taken_rows(values: Any, where: str) -> tuple[TakenRows, ...]:
-    """Return the rows taken from this block at other lengths; raise DataError if the entry is damaged."""
+    """Return the rows taken from this epoch block at other lengths; raise DataError if the entry is damaged."""
     is_list = isinstance(values, list) and all(isinstance(value, list) and len(value) == 2 for value in values)
     if not is_list or not all(type(count) is int and count >= 1 for value in values for count in value):
         raise DataError(
@@ -132,13 +132,13 @@ class Chooser:
         self._shares = [_whole(mixture.shares(number, tokens)) for number in range(-1, len(mixture.stages))]
 
     def shares(self, row: int) -> tuple[int, ...]:
-        """Return the shares that select this row."""
+        """Return the token shares that select this row."""
         return self._shares[self._stage(row) + 1]
 
     def row(self, at: MixedPosition) -> tuple[Row, MixedPosition]:
-        """Return the run's next row, a concatenation of as many stage rows as fit.
+        """Return the training run's next row, a concatenation of as many stage rows as fit.
 
-        The row is empty if every source with a share has reached its epoch limit.
+        The row is empty if every source with a positive share has reached its epoch limit.
         """
         shares, sources = self.shares(at.rows_consumed), list(at.sources)
         if shares != at.shares:
@@ -153,7 +153,7 @@ class Chooser:
         while remaining_rows and (chosen := self._largest_deficit(shares, sources, row_tokens)) is not None:
             source, epochs = sources[chosen], self._mixture.sources[chosen].epochs
             rows, taken, stream = self._streams[chosen].take(source.stream, 1, row_tokens, epochs=epochs)
-            # No row means that the source's last epoch ended in empty blocks; the source is now used up.
+            # No row means that the source's last epoch ended in empty epoch blocks; the source is now used up.
             remaining_rows -= len(rows)
             sources[chosen] = SourcePosition(stream, source.tokens + taken, source.tokens_since_reset + taken)
             first = self._corpus.first_document[chosen]

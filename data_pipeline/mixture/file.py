@@ -1,4 +1,4 @@
-"""``Mixture``: several shard folders in one run, each with a share of the tokens. Read from a TOML file.
+"""``Mixture``: several shard folders in one training run, each with its share of the tokens. Read from a TOML file.
 
     [[sources]]
     name = "web"
@@ -55,7 +55,7 @@ class MixtureSource:
     path: str
     """Shard folder, or its URL (s3://, gs://)."""
     weight: _Weight | None = None
-    """Token share relative to the other sources; None: the source's own token count."""
+    """Token weight relative to the other sources; None: the source's own token count."""
     epochs: _AtLeastOne | None = None
     """Maximum number of epochs, after which the other sources continue; None: no limit."""
     upsample: tuple[Upsampling, ...] = ()
@@ -78,8 +78,9 @@ class Stage:
     from_tokens: int = 0
     """Tokens in the run, including padding; the stage starts at the first row after them."""
     row_tokens: _AtLeastOne | None = None
-    """Length at which documents are cut and packed; several such rows fill one of the run's. None: the run's row
-    length."""
+    """Length at which documents are cut and packed; several such rows fill one row of the training run. None: the run's
+    row length.
+    """
     weights: dict[str, _Weight] = field(default_factory=dict)
     """Weights by source name; an unlisted source keeps its own."""
     temperature: _Temperature | None = None
@@ -88,14 +89,14 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Sources, and stages that change their shares or the row length."""
+    """Sources, and stages that change their token shares or the row length."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     sources: tuple[MixtureSource, ...]
     stages: tuple[Stage, ...] = ()
     temperature: _Temperature = 1.0
-    """Exponent 1/temperature applied to weights: values above 1 even out the shares, 1 keeps the weights."""
+    """Exponent 1/temperature applied to weights: values above 1 even out the token shares, 1 keeps the weights."""
 
     @classmethod
     def load(cls, path: str | Path) -> Mixture:
@@ -116,7 +117,7 @@ class Mixture:
         return [_place(base_folder, source.path) for source in self.sources]
 
     def held_out(self, base_folder: Path) -> Mixture:
-        """Return the mixture over the sources' held-out documents, one epoch each, with the initial shares.
+        """Return the mixture over the sources' held-out documents, one epoch each, with the initial token shares.
 
         Relative paths are resolved against the mixture file's folder. The mixture may have no sources.
         """
@@ -128,14 +129,14 @@ class Mixture:
         return Mixture(sources=tuple(sources), temperature=self.temperature)
 
     def to_validate(self) -> Mixture:
-        """Return the mixture over the same folders, one epoch each, with the initial shares and row length."""
+        """Return the mixture over the same folders, one epoch each, with the initial token shares and row length."""
         sources = [
             MixtureSource(name=source.name, path=source.path, weight=source.weight, epochs=1) for source in self.sources
         ]
         return Mixture(sources=tuple(sources), temperature=self.temperature)
 
     def shares(self, number: int, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Return the sources' shares in stage ``number`` (-1: before the first stage); they add up to 1.
+        """Return the sources' token shares in stage ``number`` (-1: before the first stage); they add up to 1.
 
         ``tokens`` holds each source's token count.
         """

@@ -1,7 +1,7 @@
 """Row order in a mixture: each row comes from the source with the largest token deficit (``mixture.choose``).
 
-A row is packed from one source's documents, and every source has its own stream (``rows.stream``). So shares may change
-at any row, in the file or during a run, and sources never lose or repeat a document.
+A row is packed from one source's documents, and every source has its own stream (``rows.row_stream``). So token shares
+may change at any row, in the file or during a run, and sources never lose or repeat a document.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def estimate_usage(
     ]
     ends = [stage.from_tokens for stage in mixture.stages if begin < stage.from_tokens < end]
     missing, at = 0.0, float(begin)
-    # Between two stage starts the shares are constant until a source is used up, so advance from one such event to the
-    # next.
+    # Between two stage starts the token shares are constant until a source is used up, so advance from one such event
+    # to the next.
     for until in (*ends, end):
         shares = mixture.shares(mixture.stage_at(int(at)), epoch_tokens)
         while until > at:
@@ -194,7 +194,7 @@ class MixedOrder:
             found.append(position)
             shares.append(share)
         self._resting = resting
-        # Shares have another meaning if the sources differ: restart the counts.
+        # Token shares have another meaning if the sources differ: restart the counts.
         known = tuple(share for share in shares if share is not None)
         at = MixedPosition(tuple(found), state["rows_consumed"])
         if len(known) == len(shares) and not resting:

@@ -93,9 +93,9 @@ class BuildReport:
     """Duplicates found; None if the build did not look for them."""
     seconds: float
     parts: int = 0
-    """Parts that the source was divided into; 0 if no work was needed."""
+    """Source parts to encode; 0 if no work was needed."""
     parts_found: int = 0
-    """Parts that an earlier build had finished."""
+    """Source parts that an earlier build had finished."""
     cut_directories: dict[str, int] = field(default_factory=dict)
     """Directories too large to be joined into one document, with their document counts."""
     spelling: int = 0
@@ -130,9 +130,9 @@ def build_shards(
     counted, or raises with ``exact``. A folder already built from the same source, tokenizer and options is kept; a
     different one is an error unless ``overwrite``.
 
-    ``workers`` processes (all cores by default) encode the source part by part, on this machine or on the machines
-    behind ``engine`` (``parts.cluster.open_cluster``). The folder appears only when complete, and its bytes depend
-    neither on ``workers`` nor on interruptions: after a kill, the next build continues from the finished parts.
+    ``workers`` processes (all cores by default) each encode one source part at a time, on this machine or on the
+    machines behind ``engine`` (``parts.cluster.open_cluster``). The folder appears only when complete, and its bytes
+    depend neither on ``workers`` nor on interruptions: after a kill, the next build continues from the finished parts.
     ``progress`` receives the documents and text bytes so far, ``say`` other messages for the user. A folder in a store
     is built in the cache and then sent, with its manifest last.
 
@@ -277,8 +277,8 @@ class _Build:
             remove_stale_staging(output)
             return report
         source, say = self.source, self.say
-        # The recipe hash covers everything that determines the output's bytes, including the division into parts;
-        # finished parts are reused only under the same recipe.
+        # The recipe hash covers everything that determines the output's bytes, including the division into source
+        # parts; finished parts are reused only under the same recipe.
         parts = split_into_parts(source.pieces(), part_bytes(self.job.shard_tokens))
         made_from = {"source": self.sources, "tokenizer": self.tokenizer.fingerprint, "options": self.options}
         recipe = made_from | {"parts": hash_parts(parts)}
@@ -287,8 +287,8 @@ class _Build:
                 engine=self.engine, staging=staging, job=self.job, tokenizer=self.tokenizer, workers=self.workers
             )
             outcome = None
-            # Duplicates are decided before encoding, over all parts together: a part alone does not know the documents
-            # in others.
+            # Duplicates are decided before encoding, over all source parts together: a single part does not know the
+            # documents in others.
             if self.job.duplicates.finds:
                 outcome = find_duplicates(parts, context, advance=self.comparing, say=say)
                 source.bytes_read = 0
@@ -320,7 +320,7 @@ class _Build:
     def _put_together(
         self, staging: Staging, records: list[PartRecord], outcome: Outcome | None
     ) -> Sequence[TextMismatch]:
-        """Assemble all parts into the final folder and return the first round-trip differences."""
+        """Assemble all encoded source parts into the final folder and return the first round-trip differences."""
         differences = [difference for record in records for difference in record.differences]
         # These parts may come from an earlier build without --exact.
         if self.job.exact and differences:
@@ -347,17 +347,17 @@ class _Build:
 
 
 def _find_finished(staging: Staging, parts: Sequence[SourcePart], say: Callable[[str], None]) -> dict[int, PartRecord]:
-    """Return the parts that an earlier build finished, after verifying all their bytes."""
+    """Return the source parts that an earlier build finished, after verifying all their bytes."""
     records, invalid_files = staging.finished(len(parts))
     if records:
         say(f"resuming: {len(records)} of {len(parts)} parts are finished")
     for path in invalid_files:
-        logger.warning("%s is damaged: encoding its part again", path)
+        logger.warning("%s is damaged: encoding its source part again", path)
     return records
 
 
 def _part_task(part: SourcePart, staging: Staging, outcome: Outcome | None) -> PartTask:
-    """Create the order to encode a part, without the documents that ``outcome`` removes."""
+    """Create the order to encode a source part, without the documents that ``outcome`` removes."""
     decision = None
     if outcome is not None:
         decision = PartDecision(staging.decisions / part_file(part.number), outcome.documents[part.number])

@@ -21,7 +21,7 @@ class ControlTokenCounter:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         pieces = {tokenizer.piece(token): token for token in np.flatnonzero(tokenizer.is_control).tolist()}
-        # Ids without a text form have an empty piece.
+        # Ids without a text form have an empty vocabulary piece.
         self._finder = ControlFinder({text: AddedToken(token) for text, token in pieces.items() if len(text) > 2})
         self._tokenizer = tokenizer
         self.documents = 0

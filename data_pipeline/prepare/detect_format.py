@@ -20,7 +20,7 @@ FORMATS = (AUTO, "text", *FIELDS)
 _DOCUMENTATION_NAMES = ("readme", "license", "licence", "copying", "notice", "citation", "changelog")
 """Prefixes of documentation files that come with any kind of data."""
 _STRAY_SHARE = 0.01
-"""Conversations with fewer bytes than this share of the texts are strays and left out."""
+"""Conversations with fewer bytes than this fraction of all texts' bytes are strays and left out."""
 
 
 def find_fields(

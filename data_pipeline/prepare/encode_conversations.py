@@ -1,4 +1,4 @@
-"""Conversation encoding to token ids with a chat template, including the token runs in the loss."""
+"""Conversation encoding to token ids with a chat template, including the token spans in the loss."""
 
 from __future__ import annotations
 

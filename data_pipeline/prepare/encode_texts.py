@@ -33,12 +33,12 @@ class TextMismatch:
 
 @dataclass(kw_only=True)
 class _Document:
-    """A document being encoded, with the parts encoded so far."""
+    """A document being encoded, with its text chunks encoded so far."""
 
     name: str
     parts: list[np.ndarray]
     paragraph_parts: list[int]
-    """Indices of parts that start a paragraph, except the first paragraph."""
+    """Indices of encoded chunks (``parts``) that start a paragraph, except the first paragraph."""
     hash: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
     text_bytes: int = 0
     characters: int = 0
@@ -58,7 +58,7 @@ def encode_documents(
     Memory holds one document's text and ids, ``group_characters`` characters of text, and the library's buffers for
     them.
     """
-    # Long documents are split into chunks and short ones grouped, so that every library call encodes about
+    # Long documents are split into text chunks and short ones grouped, so that every library call encodes about
     # ``group_characters`` in parallel, whatever the documents' lengths.
     open_documents: list[_Document] = []
     group: list[tuple[_Document, Chunk]] = []
@@ -74,7 +74,7 @@ def encode_documents(
                 continue
             _encode_group(group, tokenizer)
             group, size = [], 0
-            # The current document may have more chunks to come.
+            # The current document may have more text chunks to come.
             yield from _finished(open_documents[:-1], tokenizer, paragraphs=paragraphs)
             open_documents = [current]
     _encode_group(group, tokenizer)
@@ -85,10 +85,10 @@ _BLANK_LINE, _LINE_END = re.compile(r"\r?\n[ \t]*\r?\n\s*"), re.compile(r"(?:\r?
 
 
 def paragraphs_of(text: str) -> list[str]:
-    """Split a text after each blank line, or after each line if it has no blank line; the parts concatenate to the
+    """Split a text after each blank line, or after each line if it has no blank line; the paragraphs concatenate to the
     text.
 
-    No part is blank: leading white space belongs to the first paragraph.
+    No paragraph is blank: leading white space belongs to the first paragraph.
     """
     blank = len(text) - len(text.lstrip())
     ends: list[int] = []
@@ -98,8 +98,8 @@ def paragraphs_of(text: str) -> list[str]:
 
 
 def _chunks(texts: Sequence[str], tokenizer: Tokenizer, paragraph_parts: list[int]) -> Iterator[Chunk]:
-    """Yield the chunks of consecutive texts; append each later text's first part index to ``paragraph_parts``."""
-    # Part 0 holds the tokenizer's prefix tokens.
+    """Yield the text chunks of consecutive texts; append each later text's first chunk index to ``paragraph_parts``."""
+    # Entry 0 of ``_Document.parts`` holds the tokenizer's prefix tokens.
     parts = 1
     for number, text in enumerate(texts):
         if number:
@@ -110,7 +110,7 @@ def _chunks(texts: Sequence[str], tokenizer: Tokenizer, paragraph_parts: list[in
 
 
 def _encode_group(group: list[tuple[_Document, Chunk]], tokenizer: Tokenizer) -> None:
-    """Encode chunks from one or several documents in one call, and compare their decoded ids."""
+    """Encode text chunks from one or several documents in one call, and compare their decoded ids."""
     chunks = [chunk for _, chunk in group]
     encoded = tokenizer.encode_chunks(chunks)
     mismatches = find_mismatches(encoded, chunks, tokenizer)
@@ -125,11 +125,11 @@ def _encode_group(group: list[tuple[_Document, Chunk]], tokenizer: Tokenizer) ->
 
 
 def find_mismatches(ids: Sequence[np.ndarray], chunks: Sequence[Chunk], tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the decoded text for chunks that do not round-trip, keyed by chunk index."""
+    """Return the decoded text for text chunks that do not round-trip, keyed by chunk index."""
     numbers = list(range(len(chunks)))
     piece_table = tokenizer.byte_table
     if piece_table is not None:
-        # Decoding costs an eighth of encoding, so decode only chunks that the piece table does not prove exact.
+        # Decoding costs an eighth of encoding, so decode only chunks that the byte table does not prove exact.
         numbers = [number for number in numbers if not piece_table.matches(ids[number], chunks[number].text)]
     if not numbers:
         return {}
@@ -138,7 +138,7 @@ def find_mismatches(ids: Sequence[np.ndarray], chunks: Sequence[Chunk], tokenize
 
 
 def _first_difference(document: _Document, text: str, decoded: str) -> TextMismatch:
-    """Locate the first differing character in a chunk, with its index in the document."""
+    """Locate the first differing character in a text chunk, with its index in the document."""
     pairs = enumerate(zip(text, decoded, strict=False))
     at = next((i for i, (before, after) in pairs if before != after), min(len(text), len(decoded)))
     return TextMismatch(

@@ -54,13 +54,13 @@ class Join:
 
 
 def join_pieces(pieces: Iterable[FilePiece], join: Join) -> Iterator[FilePiece]:
-    """Yield the pieces with text files joined by directory at the position of each directory's first file.
+    """Yield the file pieces with text files joined by directory at the position of each directory's first file.
 
     Other pieces stay as they are. A directory with more than ``join.most_bytes`` is cut between files, and its
     documents are named after their first files.
     """
     found: dict[str, list[File]] = {}
-    # A string is a directory's placeholder: its document is complete only after the last piece.
+    # A string is a directory's placeholder: its document is complete only after the last file piece.
     order: list[FilePiece | str] = []
     for piece in pieces:
         # Table rows are separate texts, so tables are never joined.

@@ -2,7 +2,7 @@
 
 In a store, the remaining shards are fetched for that and stay in the cache for later readers.
 
-The new manifest describes other data: its hash differs, documents have other numbers, and blocks other rows.
+The new manifest describes other data: its hash differs, documents have other numbers, and epoch blocks other rows.
 """
 
 from __future__ import annotations

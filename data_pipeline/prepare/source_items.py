@@ -123,7 +123,7 @@ class FilePiece:
     stop: int | None = None
     """End (exclusive); None for a file that is not split."""
     first: int = 0
-    """Records in the file before this piece."""
+    """Records in the file before this file piece."""
     size: int = 0
     """Approximate bytes on disk."""
     joined: Joined | None = None
@@ -131,7 +131,7 @@ class FilePiece:
 
 
 def full_piece(file: File) -> FilePiece:
-    """Return a piece that covers a complete file."""
+    """Return a file piece that covers a complete file."""
     return FilePiece(file, size=file.size)
 
 

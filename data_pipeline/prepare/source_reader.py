@@ -1,4 +1,4 @@
-"""Reads a source's pieces in order and leaves out documents that are too short or too long."""
+"""Reads a source's file pieces in order and leaves out documents that are too short or too long."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ReadAs:
 
 
 class SourceReader:
-    """One pass over pieces."""
+    """One pass over file pieces."""
 
     def __init__(self, read_as: ReadAs, on_left_out: Callable[[Skip], None] | None = None) -> None:
         self._read_as = read_as

@@ -86,7 +86,7 @@ class TextSource:
         reader = SourceReader(self.read_as, on_left_out)
         for skip in self.listing_skipped:
             reader.note(skip)
-        # One piece per file: cuts only matter to parallel builds.
+        # One file piece per file: cuts only matter to parallel builds.
         for document in reader.documents(self._joined(map(full_piece, self._files))):
             num_documents += 1
             self.bytes_read = reader.bytes_read
@@ -98,7 +98,8 @@ class TextSource:
             raise DataError(no_text(self.spec, self.left_out))
 
     def pieces(self) -> list[FilePiece]:
-        """Return the files in order, with large ones split into pieces of complete records if their format permits it.
+        """Return the files in order, with large ones split into file pieces of complete records if their format permits
+        it.
 
         The result depends only on the files and the join rule. The files are read once for it, together with
         ``fingerprint``.

@@ -115,7 +115,7 @@ KINDS = ("bpe", "unigram", "word", "char")
 """SentencePiece model types."""
 WORDPIECE = "wordpiece"
 MIN_VOCAB_SIZE = 4 + 256 + 1
-"""Unknown, begin, end and padding; one id per byte; one piece to learn."""
+"""Unknown, begin, end and padding; one id per byte; one vocabulary piece to learn."""
 
 _TRAINING_OPTIONS = {
     # These options make decoding exact: any text is restored, including spaces.
@@ -145,7 +145,7 @@ _THREADS = {"unigram": 16}
 """Training threads; 1 for other model types, which gain nothing from more.
 
 Never the machine's core count: Unigram training rounds its sums per thread, and the count itself ends up in the model
-file. So 16 threads share whatever cores there are.
+file. So 16 threads run on whatever cores there are.
 """
 
 
@@ -168,10 +168,10 @@ def train_tokenizer(
     """Train a tokenizer on ``documents`` and write it to ``output`` atomically; the same input gives the same bytes.
 
     ``kind`` is a SentencePiece type (``bpe``, ``unigram``, ``word`` or ``char``) or ``wordpiece`` (BERT), which has a
-    mask token and keeps upper case and accents if ``keep_case``. ``fim`` reserves three ids that mark document parts
-    for fill-in-the-middle, ``mask`` one for a masked token, and ``sentinels`` that many for removed spans. Training
-    holds the text in memory, so above ``max_text_bytes`` it uses a sample of complete documents, drawn by a hash of
-    ``seed`` and text. Raises ``DataError`` if the corpus cannot fill ``vocab_size``.
+    mask token and keeps upper case and accents if ``keep_case``. ``fim`` reserves three ids that mark prefix, suffix
+    and middle for fill-in-the-middle, ``mask`` one for a masked token, and ``sentinels`` that many for removed spans.
+    Training holds the text in memory, so above ``max_text_bytes`` it uses a sample of complete documents, drawn by a
+    hash of ``seed`` and text. Raises ``DataError`` if the corpus cannot fill ``vocab_size``.
 
     With ``stamp``, which identifies the documents, the sample is kept next to ``output`` until the model is written:
     after a kill, the next training uses it and reads no documents. ``on_sample`` receives the sample and whether it
@@ -242,8 +242,8 @@ def _learn_wordpiece(sample: TextSample, vocab_size: int, *, keep_case: bool) ->
         if error.most is not None:
             raise DataError(_too_large(vocab_size, error.most)) from error
         raise DataError(
-            f"vocab_size={vocab_size} is too small: each letter in this corpus needs one piece at the start of a word "
-            f"and one within words.\nTry {error.least} or more."
+            f"vocab_size={vocab_size} is too small: each letter in this corpus needs one vocabulary piece at the start "
+            f"of a word and one within words.\nTry {error.least} or more."
         ) from error
     except (RuntimeError, OSError) as error:
         raise DataError(_training_error(str(error), vocab_size)) from error

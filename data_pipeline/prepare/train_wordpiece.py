@@ -1,4 +1,4 @@
-"""Trains a WordPiece vocabulary (BERT's): full words and pieces that continue a word.
+"""Trains a WordPiece vocabulary (BERT's): full words and vocabulary pieces that continue a word.
 
 Pieces are merged within words by SentencePiece's byte-pair encoding; BERT's own trainer was never published. Texts are
 split into words as in BERT's tokenizer, by the library that later encodes with the file, and each word is then encoded
@@ -19,9 +19,9 @@ from longctx.tokenizer.text_chunks import SPACE_MARK
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """In the order used by BERT's vocabularies."""
 CONTINUATION_PREFIX = "##"
-"""Prefix of pieces that continue a word."""
+"""Prefix of vocabulary pieces that continue a word."""
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 2 + 1
-"""A letter, the same letter within a word, and one piece to learn."""
+"""A letter, the same letter within a word, and one vocabulary piece to learn."""
 
 _OPTIONS = {
     "model_type": "bpe",
@@ -36,7 +36,7 @@ _OPTIONS = {
 
 
 class VocabularySizeError(ValueError):
-    """Error for a vocabulary with more ids than the texts have pieces, or fewer than their letters need."""
+    """Error for a vocabulary with more ids than the texts have vocabulary pieces, or fewer than their letters need."""
 
     def __init__(self, *, least: int | None = None, most: int | None = None) -> None:
         super().__init__(least, most)
@@ -87,16 +87,16 @@ def _words(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[str]:
 
 
 def _pieces(lines: Iterator[str], vocab_size: int) -> tuple[list[str], list[str]]:
-    """Return the lines' letters, and the pieces with several letters, most useful first."""
+    """Return the lines' letters, and the vocabulary pieces with several letters, most useful first."""
     model = io.BytesIO()
     try:
-        # If there are fewer pieces, the library takes all of them.
+        # If there are fewer vocabulary pieces, the library takes all of them.
         spm.SentencePieceTrainer.train(
             sentence_iterator=lines, model_writer=model, vocab_size=vocab_size, hard_vocab_limit=False, **_OPTIONS
         )
     except RuntimeError as error:
         if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
-            # The library also counts its space mark and its unknown piece.
+            # The library also counts its space mark and its unknown token.
             raise VocabularySizeError(least=len(SPECIAL_TOKENS) + 2 * (int(found[1]) - 2) + 1) from error
         raise
     learned = spm.SentencePieceProcessor(model_proto=model.getvalue())
@@ -105,7 +105,7 @@ def _pieces(lines: Iterator[str], vocab_size: int) -> tuple[list[str], list[str]
         piece = learned.id_to_piece(number)
         if learned.is_unknown(number) or piece == SPACE_MARK:
             continue
-        # SentencePiece marks pieces that start a word, WordPiece pieces that continue one.
+        # SentencePiece marks vocabulary pieces that start a word, WordPiece pieces that continue one.
         text = piece.removeprefix(SPACE_MARK)
         if len(text) == 1:
             letters.add(text)

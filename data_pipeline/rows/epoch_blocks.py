@@ -39,8 +39,9 @@ MAX_DOCUMENTS = MAX_ROWS = 1 << 20
 """Upper bounds that override the minimums to limit a plan's memory and time to about 100 MB and one second."""
 
 MAX_FILES = 1024
-"""Shards from which a block reads lengths: each costs a few disk reads. With more shards, documents are assigned in
-runs."""
+"""Shards from which an epoch block reads lengths: each costs a few disk reads. With more shards, documents are assigned
+in spans.
+"""
 
 _BLOCKS_SEED_TAG = 0
 """Salt for the permutation; ``rows.pack`` has the other salts."""
@@ -126,16 +127,16 @@ class PackReport:
 
 
 @dataclass(frozen=True)
-# Block shuffle. Permuting runs of neighboring documents and giving block b the b-th interval in the permutation yields
-# three properties:
+# Block shuffle. Permuting spans of adjacent documents and giving epoch block b the b-th interval in the permutation
+# yields three properties:
 #
 #   * Every document is in exactly one block per epoch: the intervals partition the permutation's domain.
-#   * Block b costs O(block size): ``Permutation`` maps an index to a run without a stored order.
+#   * Block b costs O(block size): ``Permutation`` maps an index to a span without a stored order.
 #   * A block's documents are scattered over the corpus, down to single documents with up to ``MAX_FILES`` shards. With
-#     more shards, runs bound the files that a block touches. Within a block every document is shuffled on its own
+#     more shards, spans bound the files that a block touches. Within a block every document is shuffled on its own
 #     (``plan_parts``).
 class BlockAssignment:
-    """Assignment of an epoch's documents to blocks."""
+    """Assignment of an epoch's documents to epoch blocks."""
 
     num_blocks: int
     run_documents: int = 1
@@ -151,13 +152,13 @@ class BlockAssignment:
         num_blocks = max(1, most, min(least, documents))
         if shards <= MAX_FILES:
             return cls(num_blocks)
-        # Each run touches one shard, or two if it crosses a boundary.
+        # Each span of documents touches one shard, or two if it crosses a boundary.
         return cls(num_blocks, max(1, documents // num_blocks // MAX_FILES))
 
 
 @dataclass(frozen=True)
 class TakenRows:
-    """Rows taken at one length from the start of a block, or from its remaining part."""
+    """Rows taken at one length from the start of an epoch block, or from its remaining documents."""
 
     row_tokens: int
     rows: int
@@ -218,7 +219,7 @@ class BlockPlanner:
     ) -> RowPlan:
         """Return a block's rows, waiting if another thread is planning it; raise DataError if shards cannot be read.
 
-        Rows have ``row_tokens`` tokens (default ``seq_len``) and contain the part of the block that remains after
+        Rows have ``row_tokens`` tokens (default ``seq_len``) and contain the block's documents that remain after
         ``before``.
         """
         key = (epoch, block, row_tokens or self._seq_len, before)
@@ -252,7 +253,7 @@ class BlockPlanner:
             # Sorted here; ``plan_parts`` shuffles within the block.
             numbers = np.sort(Permutation(runs, self._seed, epoch, _BLOCKS_SEED_TAG).at(numbers))
         documents = (numbers[:, None] * self._run + np.arange(self._run)).ravel()
-        # The last run may be shorter.
+        # The last span may be shorter.
         return documents[documents < count]
 
     def report(self, epoch: int = 0, *, documents: int = 1) -> PackReport:
@@ -334,7 +335,7 @@ class BlockPlanner:
 
 
 def _parts_of(shards: ShardSet, documents: np.ndarray, special_tokens: int) -> Parts:
-    """Return the parts to plan for these documents, without ``num_special_tokens``; drop documents without text."""
+    """Return these documents as document parts to plan, without ``num_special_tokens``; drop documents without text."""
     lengths = shards.lengths_of(documents)
     if shards.manifest.has_sources:
         return Parts.whole(documents, lengths, shards.lengths_of(documents, "source"))

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class ExampleRule(Protocol):
-    """Lengths of examples made from text pieces (``rows.examples``)."""
+    """Lengths of examples made from document pieces (``rows.examples``)."""
 
     @property
     def has_segments(self) -> bool:

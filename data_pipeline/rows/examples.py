@@ -1,4 +1,4 @@
-"""``Examples``: training examples made from text pieces, either corrupted texts or two segments in some order.
+"""``Examples``: training examples made from document pieces, either corrupted texts or two segments in some order.
 
 A piece excludes the tokens that the tokenizer adds around a text: the example has its own. An example's length depends
 only on its piece's length, so rows are planned without reading a token.
@@ -20,7 +20,7 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Example made from one piece."""
+    """Example made from one document piece."""
 
     tokens: np.ndarray
     source: np.ndarray | None = None
@@ -32,11 +32,11 @@ class Example:
 
 
 PieceOfEpoch = tuple[Piece, int]
-"""A piece and the epoch in which it is read."""
+"""A document piece and the epoch in which it is read."""
 
 
 class Recipe(Protocol):
-    """Makes examples from a folder's pieces (``rows.spans``, ``rows.segments``)."""
+    """Makes examples from a folder's pieces (``rows.span_corruption``, ``rows.text_segments``)."""
 
     shards: ShardSet
     rule: ExampleRule

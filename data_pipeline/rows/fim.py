@@ -1,7 +1,7 @@
 """Fill-in-the-middle: some documents are reordered as prefix, suffix, middle, so that a model learns to fill gaps.
 
 "Efficient Training of Language Models to Fill in the Middle" (Bavarian et al., 2022, arXiv 2207.14255). Plans and rows
-both count a selected document as a few tokens longer, so every token remains and no part is cut off:
+both count a selected document as a few tokens longer, so every token remains and no text is cut off:
 
     begin <prefix> P <suffix> S <middle> M end              PSM
     begin <prefix> <suffix> S <middle> P M end              SPM
@@ -30,18 +30,18 @@ from longctx.tokenizer.tokenizer_base import Tokenizer
 MIN_BODY = 16
 """Minimum text tokens per document: a shorter text has no useful middle."""
 
-# Salts; ``rows.pack`` and ``rows.blocks`` have the other salts.
+# Salts; ``rows.pack`` and ``rows.epoch_blocks`` have the other salts.
 _DOCUMENTS, _SPLITS, _SPM = 101, 102, 103
 
 
 @dataclass(frozen=True)
 class FimRule:
-    """Rule that sets the share of documents with fill-in-the-middle, and their form."""
+    """Rule that sets the fraction of documents with fill-in-the-middle, and their form."""
 
     rate: float
-    """Share of documents."""
+    """Fraction of documents with fill-in-the-middle."""
     spm_rate: float = 0.5
-    """Share of the selected documents read as SPM."""
+    """Fraction of the selected documents read as SPM."""
     segment_tokens: int = 0
     """Longer documents are split into segments this long; 0: the greatest common divisor of all row lengths."""
 
@@ -150,7 +150,7 @@ class Fim:
         return np.where((body >= MIN_BODY) & self._selected(documents), grown, lengths)
 
     def parts(self, document: int, length: int, segment: int) -> Iterator[list[int] | tuple[int, int]]:
-        """Yield a segment's parts: ids, or the bounds (start, end) of a span in the stored document."""
+        """Yield a segment's spans in order: ids, or the bounds (start, end) of a span in the stored document."""
         first_text = self.segment_tokens - self._num_begin - self._overhead
         start = 0
         if segment:
@@ -190,7 +190,7 @@ class Fim:
 
     def _selected(self, documents: np.ndarray) -> np.ndarray:
         """Return which documents are selected, bool [n]."""
-        # A share of 1 is not representable below 2^64.
+        # A fraction of 1 is not representable below 2^64.
         if self.rule.rate >= 1:
             return np.ones(len(documents), bool)
         return fall_below(documents, self.rule.rate, self.seed, _DOCUMENTS)

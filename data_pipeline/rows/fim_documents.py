@@ -41,7 +41,7 @@ class FimDocuments:
         return lengths
 
     def target_runs(self, index: int) -> np.ndarray | None:
-        """Return the stored target runs: folders that record them have no fill-in-the-middle."""
+        """Return the stored spans of target tokens: folders that record them have no fill-in-the-middle."""
         return self._documents.target_runs(index)
 
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:

@@ -23,7 +23,7 @@ class MicroBatches:
     def assign(cls, rows_per_step: int, *, most_rows: int, data_degree: int = 1) -> MicroBatches:
         """Return the fewest micro-batches with at most ``most_rows`` rows each, as equal as possible.
 
-        ``rows_per_step`` counts rows over all data ranks, which share them equally.
+        ``rows_per_step`` counts rows over all data ranks, which hold equally many.
         """
         rows, rest = divmod(rows_per_step, data_degree)
         assert rows > 0, f"{rows_per_step} rows over {data_degree} data ranks"
@@ -65,8 +65,8 @@ def balanced(costs: Sequence[int], micro_batches: MicroBatches, *, sync_per_micr
     one until they are even. Each rank starts with its costliest rows.
 
     With ``sync_per_micro_batch``, ranks wait for one another in every micro-batch and not only at the end of the step.
-    Rows with similar cost then share a micro-batch, the costliest ones first, which minimizes the summed maximum load
-    over micro-batches. Within a micro-batch the costliest row goes to the rank with the least load so far.
+    Rows with similar cost are then in the same micro-batch, the costliest ones first, which minimizes the summed
+    maximum load over micro-batches. Within a micro-batch the costliest row goes to the rank with the least load so far.
 
     A single data rank takes rows in order.
     """

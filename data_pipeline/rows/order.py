@@ -94,7 +94,7 @@ def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> P
     position = Position(counters["rows_consumed"], counters["tokens_consumed"], stream)
     block, epoch_row = stream.block, stream.epoch_row
     row = stream.block_row
-    # Earlier blocks' row counts are not verified: that would require planning them all.
+    # Earlier epoch blocks' row counts are not verified: that would require planning them all.
     if epoch_row < row or (block == 0 and epoch_row != row):
         raise DataError(f"The loader state is damaged: row {row} of block {block} is not row {epoch_row} of its epoch.")
     return position
@@ -115,7 +115,7 @@ def _in_blocks(state: dict[str, Any], num_blocks: int, folder: Path) -> dict[str
             f"in {num_blocks} blocks, so it cannot locate the remaining rows.\n"
             "Finish the run with the release that started it, or start a new run from the weights (run.start_from)."
         )
-    # A single block is ordered exactly as version 1 ordered the corpus.
+    # A single epoch block is ordered exactly as version 1 ordered the corpus.
     return state | {"plan_version": PLAN_VERSION, "num_blocks": 1, "block": 0, "block_row": state.get("epoch_row")}
 
 
@@ -192,7 +192,7 @@ class FolderOrder:
         return Position()
 
     def rows(self, at: Position, count: int) -> tuple[list[Row], Position]:
-        """Return the next ``count`` rows, across block and epoch boundaries, and the position after them.
+        """Return the next ``count`` rows, across epoch-block and epoch boundaries, and the position after them.
 
         Raises ConfigError at the start of a run if rows would cut fill-in-the-middle segments.
         """
@@ -227,8 +227,8 @@ class FolderOrder:
     def read(self, state: dict[str, Any]) -> Position:
         """Return the position from a state; raise DataError if the state does not fit this order."""
         at = read_position(state, self.state(self.start()), self._shards.folder)
-        # Plans the state's block now: a corrupt row index would otherwise fail only at the next step, or read the wrong
-        # row.
+        # Plans the state's epoch block now: a corrupt row index would otherwise fail only at the next step, or read the
+        # wrong row.
         if not self._stream.has_row(at.stream):
             raise DataError(
                 f"The loader state is damaged: block {at.stream.block} of epoch {at.epoch} has no row "
@@ -237,7 +237,7 @@ class FolderOrder:
         return at
 
     def report(self, at: Position, *, documents: int = 1) -> PackReport:
-        """Report rows, padding, cuts and truncation in the current epoch; estimated if it has several blocks.
+        """Report rows, padding, cuts and truncation in the current epoch; estimated if it has several epoch blocks.
 
         Raises ConfigError if the epoch has no row.
         """

@@ -78,8 +78,8 @@ class Row:
 OPEN_ROWS = 128
 """Rows kept open for best fit. 64 were as tight as sorting the whole corpus (padding at most 0.4 % at 1M tokens)."""
 
-# Salts that make an epoch's random draws independent: document shuffle, row shuffle (one salt per block) and upsampling
-# copies. Like salt 0 in ``rows.blocks``, they are part of the plan version.
+# Salts that make an epoch's random draws independent: document shuffle, row shuffle (one salt per epoch block) and
+# upsampling copies. Like salt 0 in ``rows.epoch_blocks``, they are part of the plan version.
 _DOCUMENTS, _FIRST_ROWS, _COPIES = 1, 2, 3
 
 _COPY_BIT = 48
@@ -88,7 +88,7 @@ _COPY_BIT = 48
 
 @dataclass(frozen=True)
 class Parts:
-    """Packing input: part ``i`` is tokens ``starts[i]`` to ``ends[i]`` of ``documents[i]``. Arrays are int64."""
+    """Packing input: document part ``i`` is tokens ``starts[i]`` to ``ends[i]`` of ``documents[i]``. All int64."""
 
     documents: np.ndarray
     copies: np.ndarray
@@ -96,7 +96,7 @@ class Parts:
     starts: np.ndarray
     ends: np.ndarray
     source_lengths: np.ndarray | None = None
-    """For pairs, source tokens per part; the parts are then complete documents."""
+    """For pairs, source tokens per document part; the parts are then complete documents."""
 
     @classmethod
     def whole(cls, documents: np.ndarray, lengths: np.ndarray, source_lengths: np.ndarray | None = None) -> Parts:
@@ -106,11 +106,11 @@ class Parts:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens per part."""
+        """Tokens per document part."""
         return self.ends - self.starts
 
     def at(self, numbers: np.ndarray) -> Parts:
-        """Return the parts with these indices, in the given order."""
+        """Return the document parts with these indices, in the given order."""
         of_sources = self.source_lengths
         if of_sources is not None:
             of_sources = of_sources[numbers]
@@ -119,7 +119,7 @@ class Parts:
         )
 
     def joined(self) -> Parts:
-        """Return the same tokens in ascending order, with adjacent pieces from one document copy merged."""
+        """Return the same tokens in ascending order, with adjacent parts from one document copy merged."""
         if not len(self.documents):
             return self
         parts = self.at(np.lexsort((self.starts, self.copies, self.documents)))
@@ -128,7 +128,7 @@ class Parts:
             & (parts.copies[1:] == parts.copies[:-1])
             & (parts.starts[1:] == parts.ends[:-1])
         )
-        # True at boundaries between parts that do not continue each other.
+        # True at boundaries between document parts that do not continue each other.
         first_parts, lasts = (
             parts.at(np.flatnonzero(np.append(True, ~is_adjacent))),
             np.flatnonzero(np.append(~is_adjacent, True)),
@@ -257,7 +257,7 @@ class RowPlan:
         return self.pieces.documents.data, self.pieces.starts.data, self.pieces.lengths.data
 
     def parts_from(self, row: int) -> Parts:
-        """Return the parts in row ``row`` and later, merged again if they were cut for these rows."""
+        """Return the document parts in row ``row`` and later, merged again if they were cut for these rows."""
         return self.pieces.at(np.arange(int(self.row_offsets[row]), len(self.pieces.starts))).joined()
 
 
@@ -313,7 +313,7 @@ def plan_parts(
 
 
 def _num_cut(parts: Parts, part_indices: np.ndarray, sizes: np.ndarray) -> int:
-    """Count the parts that no single row contains completely."""
+    """Count the document parts that no single row contains completely."""
     cut = len(np.unique(part_indices[sizes < parts.lengths[part_indices]]))
     if parts.source_lengths is None:
         return cut

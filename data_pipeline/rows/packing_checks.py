@@ -72,8 +72,8 @@ def no_rows_error(
     """Build the error for an epoch without rows, for the caller to raise.
 
     ConfigError if documents do not suit the requested rows or examples, DataError if the epoch has no documents.
-    ``blocks`` are the epoch's document indices, int64 [n] each, read only if they are pairs. ``alternative`` is another
-    remedy that continues the message's last sentence: ", or …", or empty.
+    ``blocks`` are the epoch blocks' document indices, int64 [n] each, read only if they are pairs. ``alternative`` is
+    another remedy that continues the message's last sentence: ", or …", or empty.
     """
     if not shards.num_documents:
         return DataError(f"{shards.folder} contains no documents. Build it again from a source with text.")
@@ -101,7 +101,7 @@ def _no_pair_fits(
         pair = int(factors.argmin())
         if factors[pair] < min_factor:
             min_factor, closest = factors[pair], (int(lengths[pair]), int(source_lengths[pair]))
-        # One block is a large enough sample for the suggestion; the closest pair may be in any block.
+        # One epoch block is a large enough sample for the suggestion; the closest pair may be in any of them.
         if block == 0:
             suggested = (_length_for_most(lengths, seq_len), _length_for_most(source_lengths, source_seq_len))
     return ConfigError(

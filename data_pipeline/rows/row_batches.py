@@ -1,4 +1,4 @@
-"""Read packed rows into a ``CompactBatch``, complete or one rank's share: tokens, next tokens, documents."""
+"""Read packed rows into a ``CompactBatch``, complete or one rank's portion: tokens, next tokens, documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch, DocumentEnd, TokenSpan
 
 Runs = Sequence[tuple[int, int, int]]
-"""Runs of token positions, each as (start, count, step) for start, start + step, …; ascending and disjoint."""
+"""Spans of token positions, each as (start, count, step) for start, start + step, …; ascending and disjoint."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Share:
 
 
 Place = Callable[[PackedDocuments], Share]
-"""Function that chooses this rank's share, given the micro-batch's documents."""
+"""Function that chooses this rank's tokens, given the micro-batch's documents."""
 
 
 Readable = Documents | SourceSide | Examples
@@ -73,7 +73,7 @@ def build_batch(
 
 
 def _all_of(layout: RowLayout, num_tokens: int) -> Share:
-    """Return the share for a process that holds all tokens."""
+    """Return the portion for a process that holds all tokens."""
     return Share(layout.documents, [(0, num_tokens, 1)], None)
 
 
@@ -87,9 +87,9 @@ def build_share(
     sources: Sources | None = None,
     place_source: Place | None = None,
 ) -> tuple[CompactBatch, PackedDocuments]:
-    """Build one rank's share of the batch, [1, t], and return it with the documents on all ranks.
+    """Build one rank's portion of the batch, [1, t], and return it with the documents on all ranks.
 
-    The documents exclude padding after the rows. Reads only this rank's tokens, and one beyond each run if its step is
+    The documents exclude padding after the rows. Reads only this rank's tokens, and one beyond each span if its step is
     1. ``place_source`` selects this rank's source tokens; None means ``place``.
     """
     layout = RowLayout.of(rows, seq_len, of_pairs=sources is not None)
@@ -105,9 +105,9 @@ def build_share(
 def _share(
     shards: Readable, layout: RowLayout, share: Share, seq_len: int, masking: Masking | None = None
 ) -> CompactBatch:
-    """Return one rank's share of one side."""
+    """Return one rank's portion of one side."""
     num_tokens = sum(count for _, count, _ in share.runs)
-    # The capacity of experts is per row, so pass the row length although the share is one flat row.
+    # The capacity of experts is per row, so pass the row length although the portion is one flat row.
     return _read(shards, layout, share, (1, num_tokens), row_tokens=seq_len, masking=masking)
 
 
@@ -134,7 +134,7 @@ def lengths_of(rows: Sequence[Row], seq_len: int, source_seq_len: int = 0) -> It
 
 @dataclass(slots=True)
 class _Buffer:
-    """Growing buffer for a share's data."""
+    """Growing buffer for a rank's portion."""
 
     ends: bytearray
     """One ``DocumentEnd`` per document."""
@@ -163,12 +163,12 @@ class _Buffer:
 
     def ids(self) -> np.ndarray:
         """Return all entries: uint16 if the shards store uint16 (vocabulary up to 65,536 ids), int32 otherwise."""
-        # A tenth of the time that NumPy takes per part.
+        # A tenth of the time that NumPy takes per entry.
         joined = bytearray().join(self.parts)  # pyright: ignore[reportArgumentType], arrays say so from Python 3.12 on
         if len(joined) == self.at * self.dtype.itemsize:
             # Reinterpret uint32 as int32: vocabularies have fewer than 2^31 ids.
             return np.frombuffer(joined, _IDS.get(self.dtype, self.dtype))
-        # Dtypes differ: runs with a step, or documents with and without fill-in-the-middle.
+        # Dtypes differ: spans with a step, or documents with and without fill-in-the-middle.
         return np.concatenate(self.parts, dtype=np.int32, casting="same_kind")
 
 
@@ -186,7 +186,7 @@ def _read(
     row_tokens: int = 0,
     masking: Masking | None = None,
 ) -> CompactBatch:
-    """Read a share's tokens, with targets, documents and masks."""
+    """Read a rank's tokens, with targets, documents and masks."""
     layout = layout.padded(share.documents)
     held = [_held(layout.documents, *run) for run in share.runs]
     # Read everything in one call, so that each file is verified once, right before it is read.
@@ -228,7 +228,7 @@ def _read(
 
 
 def _held(documents: PackedDocuments, start: int, count: int, step: int) -> list[Held]:
-    """Return a run's part of each document, starting at the run's first token in it."""
+    """Return a span's tokens in each document, starting at the span's first token in it."""
     found = documents.within(start, start + (count - 1) * step + 1)
     if step == 1:
         return found
@@ -238,10 +238,10 @@ def _held(documents: PackedDocuments, start: int, count: int, step: int) -> list
 
 
 def _target_runs(shards: Readable, layout: RowLayout, held: Iterable[list[Held]]) -> np.ndarray:
-    """Return the runs of tokens with a target in the loss, as pairs of bounds, int64 [2 · runs].
+    """Return the spans of tokens with a target in the loss, as pairs of bounds, int64 [2 · spans].
 
     Covers only documents with tokens on this rank. A token's target is the next token in its document, so these are the
-    shards' runs shifted by one and cut at piece ends.
+    shards' target spans shifted by one and cut at piece ends.
     """
     assert not isinstance(shards, Examples), "all tokens in an example are targets"
     found: list[np.ndarray] = [np.empty(0, np.int64)]
@@ -325,8 +325,8 @@ def _segments(
 
 
 def _num_inside(bounds: np.ndarray, start: int, count: int, step: int) -> int:
-    """Count a run's tokens inside runs with these bounds."""
-    # ``bounds`` alternate start, end: a token is inside a run if an odd number of bounds is at or before it.
+    """Count a span's tokens inside the target spans with these bounds."""
+    # ``bounds`` alternate start, end: a token is inside a target span if an odd number of bounds is at or before it.
     tokens = np.arange(start, start + count * step, step)
     return int((np.searchsorted(bounds, tokens, side="right") % 2).sum())
 
@@ -344,7 +344,7 @@ def _sources(shards: Readable, layout: RowLayout) -> torch.Tensor | None:
 
 
 def _add_run(buffer: _Buffer, layout: RowLayout, run: list[Held], tokens: Iterator[np.ndarray], start: int) -> None:
-    """Add a contiguous run's documents: one span, and a further span after each cut piece."""
+    """Add a contiguous span's documents: one ``TokenSpan``, and a further one after each cut piece."""
     ends = buffer.ends
     last_number, last_first, last = run[-1]
     if ends.count(DocumentEnd.PADDING, run[0][0], last_number + 1):
@@ -370,10 +370,10 @@ def _add_run(buffer: _Buffer, layout: RowLayout, run: list[Held], tokens: Iterat
     buffer.at += num_entries
 
 
-# A span's targets are its entries shifted by one, so the entry after each cut piece is that piece's next token. This
-# moves all later entries by one, which requires a new span.
+# A ``TokenSpan``'s targets are its entries shifted by one, so the entry after each cut piece is that piece's next
+# token. This moves all later entries by one, which requires a new ``TokenSpan``.
 def _add_cut_run(buffer: _Buffer, layout: RowLayout, run: list[Held], tokens: Iterator[np.ndarray], start: int) -> None:
-    """Add a run with padding or several cut pieces, document by document."""
+    """Add a span with padding or several cut pieces, document by document."""
     bounds, ends, parts = layout.documents.bounds, buffer.ends, buffer.parts
     at = span_at = buffer.at
     last, num_next, num_tokens, num_targets = start, 0, 0, 0
@@ -392,8 +392,8 @@ def _add_cut_run(buffer: _Buffer, layout: RowLayout, run: list[Held], tokens: It
         num_tokens += num
         num_targets += size - 1
         if num_next and last == bounds[number + 1]:
-            # Start a new span: otherwise the next document's first token would be at the index of this piece's next
-            # token.
+            # Start a new ``TokenSpan``: otherwise the next document's first token would be at the index of this piece's
+            # next token.
             ends[number] = DocumentEnd.CUT
             buffer.spans.append(TokenSpan(start, last - start, 1, span_at))
             start, span_at = last, at
@@ -411,7 +411,7 @@ def _add_cut_run(buffer: _Buffer, layout: RowLayout, run: list[Held], tokens: It
 def _add_strided(
     buffer: _Buffer, layout: RowLayout, run: list[Held], tokens: Iterator[np.ndarray], span: TokenSpan
 ) -> None:
-    """Add a strided run: one span with its tokens, followed by each token's next token."""
+    """Add a strided span: one ``TokenSpan`` with its tokens, followed by each token's next token."""
     # With step > 1, neighboring entries are not consecutive tokens, so targets need an array of their own.
     bounds, step = layout.documents.bounds, span.step
     own, next_tokens = np.zeros((2, span.count), buffer.dtype)

@@ -10,7 +10,7 @@ from data_pipeline.rows.pack import Piece, Row
 from longctx.batch import PackedDocuments
 
 Held = tuple[int, int, int]
-"""Document number, its first token in a run, and the end token (exclusive)."""
+"""Document number, its first token in a span, and the end token (exclusive)."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class RowLayout:
         return RowLayout(documents, self.rows, self.first_pieces)
 
     def wanted(self, runs: Iterable[list[Held]]) -> list[Piece]:
-        """Return the pieces to read, run by run: parts of documents, each with one extra token."""
+        """Return the pieces to read, span by span, each with one extra token."""
         bounds, wanted = self.documents.bounds, []
         for run in runs:
             # Current row, its first piece, and the next row's first piece.
@@ -64,7 +64,7 @@ class RowLayout:
                 place = number - begin
                 # Pieces after the row's own are padding.
                 if place < len(row.lengths):
-                    # One token more than the run holds: the target for its last token.
+                    # One token more than the span holds: the target for its last token.
                     offset = row.starts[place] - bounds[number]
                     wanted.append((row.documents[place], first + offset, last + offset + 1))
         return wanted

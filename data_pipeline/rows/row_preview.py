@@ -1,4 +1,4 @@
-"""Preview of a run's rows: packing, documents by length, and work per data rank, before any computation."""
+"""Preview of a training run's rows: packing, documents by length, and work per data rank, before any computation."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class RowPreview:
-    """Statistics on the rows that a run will read."""
+    """Statistics on the rows that a training run will read."""
 
     packing: PackReport
     steps_of_epoch: float
     piece_tokens: dict[str, int]
-    """Tokens in the analyzed rows by piece length: key ``2^k`` covers pieces of 2^k to 2^(k+1) - 1 tokens."""
+    """Tokens in the analyzed rows by document piece length: key ``2^k`` covers pieces of 2^k to 2^(k+1) - 1 tokens."""
     work: StepWork
 
 
@@ -49,7 +49,8 @@ def preview_rows(
     steps: int = STEPS,
     sync_per_micro_batch: bool = False,
 ) -> RowPreview:
-    """Plan a run's first rows without reading tokens; packing covers blocks with at least ``documents`` documents.
+    """Plan a training run's first rows without reading tokens; packing covers epoch blocks with at least ``documents``
+    documents.
 
     ``reader`` defines how rows are read; ``cost`` returns a row's work from its document lengths and source lengths. A
     short epoch has fewer ``steps``, but at least one if its rows fill a step. With ``sync_per_micro_batch``, ranks wait

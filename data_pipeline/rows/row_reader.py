@@ -52,7 +52,7 @@ class RowReader:
     def share(
         self, rows: Sequence[Row], place: Place, place_source: Place | None = None
     ) -> tuple[CompactBatch, PackedDocuments, Lengths]:
-        """Return one rank's share of that batch, the documents on all ranks, and their source lengths."""
+        """Return one rank's portion of that batch, the documents on all ranks, and their source lengths."""
         documents, rows, sources = self._resolve_sources(rows)
         share, whole = build_share(
             documents, rows, self.seq_len, place, masking=self.masking, sources=sources, place_source=place_source

@@ -1,4 +1,4 @@
-"""Endless rows from one shard folder: blocks in order, epoch after epoch.
+"""Endless rows from one shard folder: epoch blocks in order, epoch after epoch.
 
 The row length may change at any row. The rest of the current block is then packed again without losing or repeating a
 token: the position records how many rows were taken at each length.
@@ -21,8 +21,9 @@ class StreamPosition:
     """Row index within the epoch."""
     block: int = 0
     block_row: int = 0
-    """Row index within the block, or within the part that remains after ``before``. Epoch, block and this index locate
-    the row."""
+    """Row index within the epoch block, or within its rows that remain after ``before``. Epoch, block and this index
+    locate the row.
+    """
     row_tokens: int = 0
     """Row length in this block; 0 before the first row."""
     before: tuple[TakenRows, ...] = ()

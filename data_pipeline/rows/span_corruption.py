@@ -1,8 +1,8 @@
 """Span corruption: the encoder reads the text that remains, and the decoder writes the missing spans.
 
-"T5" (Raffel et al., 2019, arXiv 1910.10683, §3.1.4 and §3.3.4): a share of a piece's n tokens is removed, in spans with
-a given mean length. Each span is replaced by its own sentinel, in order; the target is each sentinel followed by its
-span, and the end token. Kept and removed spans alternate, starting with a kept one, and both are cut at random
+"T5" (Raffel et al., 2019, arXiv 1910.10683, §3.1.4 and §3.3.4): a fraction of a piece's n tokens is removed, in spans
+with a given mean length. Each span is replaced by its own sentinel, in order; the target is each sentinel followed by
+its span, and the end token. Kept and removed spans alternate, starting with a kept one, and both are cut at random
 positions, as in T5's own ``random_spans_noise_mask``.
 
     text      Thank you for inviting me to your party last week
@@ -34,10 +34,10 @@ _TAKEN, _LEFT = 301, 302
 
 @dataclass(frozen=True)
 class SpanRule:
-    """Rule that sets the share of text to remove and the mean span length."""
+    """Rule that sets the fraction of text to remove and the mean span length."""
 
     rate: float = 0.15
-    """Share of tokens to remove."""
+    """Fraction of tokens to remove."""
     length: float = 3.0
     """Mean tokens per span."""
     least_tokens, has_segments = 1, False

@@ -3,8 +3,9 @@
     [CLS] first segment [SEP] second segment [SEP]
 
 "nsp" (BERT, Devlin et al., 2018, arXiv 1810.04805, §3.1): half the second segments are replaced by a span from another
-document. "sop" (ALBERT, Lan et al., 2019, arXiv 1909.11942, §3.1): half the pairs are swapped. A piece is cut at the
-start of a paragraph if the folder records paragraphs (`data build --paragraphs`), and otherwise at the start of a word.
+document. "sop" (ALBERT, Lan et al., 2019, arXiv 1909.11942, §3.1): half the pairs are swapped. A document piece is cut
+at the start of a paragraph if the folder records paragraphs (`data build --paragraphs`), and otherwise at the start of
+a word.
 
 Cut, decision and replacement are functions of (seed, epoch, folder, document, position): the same for any ranks,
 threads and resumption. A span from another document has as many tokens as the segment that it replaces, so an example's
@@ -31,7 +32,7 @@ _NUM_SPECIAL_TOKENS = 3
 _CANDIDATES = 16
 """Documents tried for a replacement that is long enough; if all are too short, the segments stay together."""
 
-# Salts; ``rows.spans`` has the previous ones.
+# Salts; ``rows.span_corruption`` has the previous ones.
 _CUT, _ORDER, _OTHER, _START = 401, 402, 403, 404
 
 

@@ -23,7 +23,7 @@ from longctx.integer_hash import mix64_array
 from longctx.tokenizer.word_starts import find_word_starts
 
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
-"""Shares of the chosen tokens that become the mask token and a random token."""
+"""Fractions of the chosen tokens that become the mask token and a random token."""
 CONTEXT = 32
 """Maximum tokens per word for whole-word masking."""
 
@@ -33,10 +33,10 @@ _CHOSEN, _KINDS, _RANDOM = 201, 202, 203
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Rule that sets the share of masked tokens."""
+    """Rule that sets the fraction of masked tokens."""
 
     rate: float = 0.15
-    """Share of tokens, or of words with ``whole_words``."""
+    """Fraction of tokens, or of words with ``whole_words``."""
     whole_words: bool = False
     static: bool = False
     """True if every epoch masks the same tokens."""
@@ -47,7 +47,7 @@ class MaskRule:
 
 
 class Masking:
-    """Masking rule applied to a run's folders, which share one tokenizer."""
+    """Masking rule applied to a run's folders, which have the same tokenizer."""
 
     def __init__(self, rule: MaskRule, folders: Sequence[ShardSet], *, seed: int) -> None:
         """Initialize; raise ConfigError if the tokenizer or a folder does not support masking."""
@@ -70,8 +70,8 @@ class Masking:
         self._is_word_start = find_word_starts(tokenizer)
         if rule.whole_words and not self._is_word_start[~tokenizer.is_control].any():
             raise ConfigError(
-                f"data.mask_whole_words=true needs a tokenizer with pieces that mark word starts; those in "
-                f"{tokenizer.path} do not. Set data.mask_whole_words=false."
+                f"data.mask_whole_words=true needs a tokenizer with vocabulary pieces that mark word starts; "
+                f"those in {tokenizer.path} do not. Set data.mask_whole_words=false."
             )
         # Keyed by manifest hash, so a folder's tokens are masked in the same way in any mixture.
         self._folders = [int(shards.manifest.hash[:16], 16) for shards in folders]
@@ -95,7 +95,7 @@ class Masking:
             epoch = 0
         place = np.arange(first, first + len(tokens))
         parts = (key64(document, self._folders[folder]), self.seed, epoch)
-        # Draws depend on the position in the document, not on the span that is read, so shares read by different ranks
+        # Draws depend on the position in the document, not on the span that is read, so spans read by different ranks
         # agree where they overlap. Control tokens are never masked.
         selected = fall_below(self._units(place, tokens, before), self.rule.rate, *parts, _CHOSEN)
         chosen = np.flatnonzero(selected & ~self._is_control[tokens])

@@ -23,7 +23,7 @@ from longctx.untrusted.strict_json import read_bounded
 
 BLOCK_SHIFT = 16
 BLOCK_BYTES = 1 << BLOCK_SHIFT
-"""Part of the format."""
+"""Checksum block size, fixed by the format."""
 
 RECOVERY_HINT = (
     "Copy the shard again, or build the folder again (`longctx data build` as before with --overwrite writes the same "
@@ -87,9 +87,9 @@ def read_checksum_file(folder: Path, entry: ShardEntry) -> np.ndarray:
 # ``seen[b] == 1`` only after block b has matched its checksum in this mapping. ``seen`` only ever goes from 0 to 1, and
 # verifying a block twice is harmless, so threads need no lock.
 class ChecksumBlocks:
-    """Blocks in one mapped file, with the set of verified ones. Threads may share it.
+    """Checksum blocks in one mapped file, with the set of verified ones. Threads may share it.
 
-    Each block is verified when any part of it is first used, and only then. Without checksums, no block is verified.
+    Each block is verified when any byte of it is first used, and only then. Without checksums, no block is verified.
     """
 
     def __init__(self, content: pa.Buffer, sums: np.ndarray | None, path: Path) -> None:
@@ -109,13 +109,13 @@ class ChecksumBlocks:
         """True once all blocks are verified, so that reads can skip the search."""
 
     def check(self, start: int, stop: int) -> None:
-        """Raise DataError if a block that contains any of these bytes is damaged."""
+        """Raise DataError if a checksum block that contains any of these bytes is damaged."""
         first, last = start >> BLOCK_SHIFT, (stop + BLOCK_BYTES - 1) >> BLOCK_SHIFT
         if self.seen.find(0, first, last) >= 0:
             self._read(first, last)
 
     def check_items(self, starts: np.ndarray, size: int) -> None:
-        """Verify the blocks of items with ``size`` bytes each, which start at ``starts`` [n], int64."""
+        """Verify the checksum blocks of items with ``size`` bytes each, which start at ``starts`` [n], int64."""
         blocks = np.unique(np.concatenate([starts >> BLOCK_SHIFT, (starts + size - 1) >> BLOCK_SHIFT]))
         blocks = blocks[self._seen_view[blocks] == 0]
         # Verify adjacent blocks together, so that the system reads them in one request.
@@ -124,7 +124,7 @@ class ChecksumBlocks:
                 self._read(int(run[0]), int(run[-1]) + 1)
 
     def _read(self, first: int, last: int) -> None:
-        """Verify the blocks from ``first`` to ``last`` (exclusive) that are not verified yet."""
+        """Verify the checksum blocks from ``first`` to ``last`` (exclusive) that are not verified yet."""
         assert self._sums is not None
         stop, prefetched_end = min(last << BLOCK_SHIFT, self._content.size), 0
         number = self.seen.find(0, first, last)
@@ -168,13 +168,15 @@ def checksum_error(path: Path, begin: int, end: int) -> DataError:
 
 
 def mismatched_ranges(actual: np.ndarray, expected: np.ndarray, size: int) -> list[tuple[int, int]]:
-    """Return the byte ranges [begin, end) of runs of blocks with a checksum mismatch, in a file with ``size`` bytes."""
+    """Return the byte ranges [begin, end) of consecutive checksum blocks with a mismatch, in a file with ``size``
+    bytes.
+    """
     mismatches = np.flatnonzero(actual != expected)
     runs = np.split(mismatches, np.flatnonzero(np.diff(mismatches) > 1) + 1)
     return [(int(run[0]) << BLOCK_SHIFT, min((int(run[-1]) + 1) << BLOCK_SHIFT, size)) for run in runs if len(run)]
 
 
 def advise(part: pa.Buffer, flag: int) -> bool:
-    """Advise the system how a part of a mapped file will be read (madvise); return whether it succeeded."""
+    """Advise the system how a range of a mapped file will be read (madvise); return whether it succeeded."""
     begin = part.address // mmap.PAGESIZE * mmap.PAGESIZE
     return not _LIBC.madvise(begin, part.address + part.size - begin, flag)

@@ -1,4 +1,4 @@
-"""``TokenColumn``: lists of token ids in a mapped file, with blocks verified before use."""
+"""``TokenColumn``: lists of token ids in a mapped file, with checksum blocks verified before use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TokenColumn:
         # Plain integers come from a memory view, in a third of numpy's time.
         self.tokens = _reader(path, blocks, self.values, memoryview(self.offsets), self._offsets_at, self._values_at)
         """Reads tokens ``start`` to ``stop`` of a row as a view, by default to its end."""
-        # Tokens are read in runs, all other data in a few scattered bytes.
+        # Tokens are read in long spans, all other data in a few scattered bytes.
         advise(values, mmap.MADV_NORMAL)
 
     def all_tokens(self) -> np.ndarray:
@@ -72,7 +72,7 @@ class TokenColumn:
     def _release_offsets(self) -> None:
         """Drop the pages with offsets from this process; they stay in the page cache.
 
-        A block of documents draws on every shard, so without this a process would accumulate the offsets of the entire
+        An epoch block draws on every shard, so without this a process would accumulate the offsets of the entire
         corpus.
         """
         # The file is mapped read-only, so no data can be lost.

@@ -238,7 +238,7 @@ def _blocks(raw: BinaryIO, packed: CompressedShard | None, source: Location) -> 
         return
     mismatch = DataError(f"{source} is damaged: its checksum does not match {PACKED_FILE}. {RECOVERY_HINT}")
     hashed = _Hashed(raw)
-    # Decompress block by block: 64 KiB of zstd can expand to 2 GiB, and the consumer stops at the shard's size.
+    # Decompress buffer by buffer: 64 KiB of zstd can expand to 2 GiB, and the consumer stops at the shard's size.
     unpacked = zstandard.ZstdDecompressor().stream_reader(cast(BinaryIO, hashed), read_size=1 << 16, closefd=False)
     try:
         while block := unpacked.read(_READ_BYTES):

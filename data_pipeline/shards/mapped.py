@@ -1,9 +1,9 @@
-"""Memory-mapped shard: documents, lengths and names as views, with blocks verified before use.
+"""Memory-mapped shard: documents, lengths and names as views, with checksum blocks verified before use.
 
 Each ``NNNNN.arrow`` is an Arrow IPC file with one record batch and one row per document: ``tokens`` (large_list of
 uint16 or uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 of the text), ``name`` (string).
-Conversation folders also have ``counted`` (large_list of int64): target token runs as pairs of bounds. Folders with
-pairs have ``source_tokens``, with the type of ``tokens``: each document's encoder input. If paragraphs are kept,
+Conversation folders also have ``counted`` (large_list of int64): spans of target tokens as pairs of bounds. Folders
+with pairs have ``source_tokens``, with the type of ``tokens``: each document's encoder input. If paragraphs are kept,
 ``paragraphs`` (large_list of int64) has the start of every paragraph but the first.
 """
 
@@ -31,7 +31,7 @@ _NAME_OFFSET = 4
 SOURCE = "source_tokens"
 """Column with the source side of pairs."""
 TARGET_RUNS, PARAGRAPHS = "counted", "paragraphs"
-"""Columns with lists of int64: target token runs, and paragraph starts."""
+"""Columns with lists of int64: spans of target tokens, and paragraph starts."""
 _COLUMN_TITLES = {TARGET_RUNS: "counted tokens", PARAGRAPHS: "paragraphs"}
 _MAGIC, _CONTINUES = b"ARROW1", -1
 
@@ -48,7 +48,7 @@ class MappedShard:
         _check_columns(batch, path)
         names = batch.column("name")
         self._batch = batch
-        # Read names through views and not through Arrow, which would touch unverified blocks.
+        # Read names through views and not through Arrow, which would touch unverified checksum blocks.
         self._name_offsets = np.frombuffer(names.buffers()[1], np.int32)
         self._names = memoryview(names.buffers()[2] or b"")
         self._name_offsets_at, self._names_at = (buffer_offset(part, content, path) for part in names.buffers()[1:])
@@ -69,8 +69,7 @@ class MappedShard:
     def open(cls, folder: Path, entry: ShardEntry, *, verify: bool) -> MappedShard:
         """Map one file; raise DataError if it is not the one listed in the manifest.
 
-        With ``verify``, every part is verified by its block checksums before it is read, including the parts that Arrow
-        reads.
+        With ``verify``, every byte is verified by block checksums before it is read, including those that Arrow reads.
         """
         path = folder / entry.file
         # The file may have changed since the folder was opened. Check before mapping, so that a file swapped in between
@@ -112,12 +111,14 @@ class MappedShard:
             ) from error
 
     def target_runs(self, row: int) -> np.ndarray | None:
-        """Return a document's target runs, as in ``EncodedDocument.target_runs``; None if all tokens are targets."""
+        """Return a document's spans of target tokens, as in ``EncodedDocument.target_runs``; None if all tokens are
+        targets.
+        """
         if TARGET_RUNS not in self._lists:
             return None
         bounds = self._lists[TARGET_RUNS].of(row)
         if len(bounds) % 2 or not self._ascends(bounds, row):
-            raise DataError(f"{self.path} is damaged: its counted tokens are not valid runs. {RECOVERY_HINT}")
+            raise DataError(f"{self.path} is damaged: its counted tokens are not valid spans. {RECOVERY_HINT}")
         return bounds
 
     def paragraphs(self, row: int) -> np.ndarray:
@@ -242,7 +243,7 @@ def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
 
 
 def _check_metadata(content: memoryview, blocks: ChecksumBlocks) -> None:
-    """Verify the blocks that Arrow reads when it opens a file: two messages at the start, and the footer.
+    """Verify the checksum blocks that Arrow reads when it opens a file: two messages at the start, and the footer.
 
     Raises ValueError if their layout is not what the writer produces.
     """

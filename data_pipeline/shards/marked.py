@@ -10,9 +10,9 @@ BEGIN_TARGETS, END_TARGETS = "⟦", "⟧"
 
 
 def marked_text(ids: np.ndarray, tokenizer: Tokenizer, target_mask: np.ndarray) -> str:
-    """Return ids [N] as text, with control tokens spelled out and marks around each run of target tokens (bool [N])."""
+    """Return ids [N] as text, with control tokens spelled out and each span of target tokens (bool [N]) in marks."""
     control = tokenizer.is_control[ids]
-    # Split at every mask change and around control tokens, so that each part is decoded in one way.
+    # Split at every mask change and around control tokens, so that each span is decoded in one way.
     changes = np.flatnonzero((target_mask[1:] != target_mask[:-1]) | (control[1:] | control[:-1])) + 1
     text: list[str] = []
     inside = False
@@ -30,7 +30,7 @@ def marked_text(ids: np.ndarray, tokenizer: Tokenizer, target_mask: np.ndarray) 
 
 
 def mask_of(bounds: np.ndarray, length: int) -> np.ndarray:
-    """Convert token runs, in the format of ``EncodedDocument.target_runs``, to a mask, bool [length]."""
+    """Convert token spans, in the format of ``EncodedDocument.target_runs``, to a mask, bool [length]."""
     steps = np.zeros(length + 1, np.int8)
     steps[bounds[::2]] += 1
     steps[bounds[1::2]] -= 1

@@ -92,7 +92,7 @@ class ShardSet:
         Fastest in ascending order: each shard is then visited once. Raises DataError for invalid offsets.
         """
         lengths, first = np.empty(len(documents), np.int64), self._first_document
-        # One check and lookup per run of documents in the same shard, not one per document.
+        # One check and lookup per span of documents in the same shard, not one per document.
         for number, part in _runs(np.searchsorted(first, documents, side="right") - 1):
             lengths[part] = _column(self._current(number), side).lengths_of(documents[part] - first[number])
         return lengths
@@ -107,12 +107,16 @@ class ShardSet:
         return self.slice(index, 0)
 
     def slice(self, index: int, start: int, stop: int | None = None) -> np.ndarray:
-        """Return tokens ``start`` to ``stop`` in document ``index``, clipped to its end; read only their blocks."""
+        """Return tokens ``start`` to ``stop`` in document ``index``, clipped to its end; read only their checksum
+        blocks.
+        """
         shard, row = self._find(index)
         return shard.tokens(row, start, stop)
 
     def slices(self, pieces: Iterable[tuple[int, int, int]], side: Side = "target") -> list[np.ndarray]:
-        """Return ``slice`` for each piece (document, start, stop), after ``check_files``: each file is checked once."""
+        """Return ``slice`` for each token span (document, start, stop), after ``check_files``: each file is checked
+        once.
+        """
         found: list[np.ndarray] = []
         first_document, readers = self._first_document, dict[int, Callable[[int, int, int], np.ndarray]]()
         for document, start, stop in pieces:
@@ -130,8 +134,8 @@ class ShardSet:
         return bool(self.manifest.num_targets)
 
     def target_runs(self, index: int) -> np.ndarray | None:
-        """Return the target runs in document ``index``, as in ``EncodedDocument.target_runs``; None if all tokens are
-        targets.
+        """Return the spans of target tokens in document ``index``, as in ``EncodedDocument.target_runs``; None if all
+        tokens are targets.
         """
         shard, row = self._find(index)
         return shard.target_runs(row)
@@ -180,7 +184,7 @@ class ShardSet:
             raise IndexError("documents are numbered from 0")
         shard = self._mapped.get(number)
         if shard is not None and not _is_current(shard, self.manifest.shards[number]):
-            # The file was written to, so verified blocks may have changed: map and verify it again.
+            # The file was written to, so verified checksum blocks may have changed: map and verify it again.
             with self._lock:
                 self._mapped.pop(number, None)
         return self._shard(number)
@@ -253,7 +257,7 @@ def open_for_model(folder: str | Path | ObjectPath, *, vocab_size: int, **option
 
 
 def _runs(shards: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Yield each run of equal numbers [n] as its number and slice."""
+    """Yield each span of equal numbers [n] as its number and slice."""
     ends = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
     for start, stop in pairwise(ends):
         if start < stop:
@@ -345,7 +349,7 @@ class Corpus:
 
     def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
         """Return ``ShardSet.slices`` for documents in any folder."""
-        # Call each folder once with its pieces, and record their positions in the full list.
+        # Call each folder once with its token spans, and record their positions in the full list.
         own: dict[int, list[tuple[int, int, int]]] = {}
         positions: dict[int, list[int]] = {}
         place = -1

@@ -24,8 +24,9 @@ from longctx.files import hash_file
 log = logging.getLogger(__name__)
 
 Verify = Literal["read", "start", "off"]
-"""When shards are verified: ``read``, block by block as they are read; ``start``, completely before the first step,
-once per file state, and again as they are read; ``off``, never."""
+"""When shards are verified: ``read``, by block checksums as they are read; ``start``, completely before the first step,
+once per file state, and again as they are read; ``off``, never.
+"""
 
 _MIN_AGE_NANOSECONDS = 2_000_000_000
 """Minimum age of a change before its state is recorded: two changes within one clock tick have the same time."""
@@ -54,7 +55,7 @@ class FolderCheck:
     @property
     def view(self) -> str:
         """Fingerprint, equal on processes that see the same files and have the same ones left to read."""
-        # Ranks with different views see different files or caches, and cannot share the verification.
+        # Ranks with different views see different files or caches, and cannot reuse one rank's verification.
         states = [list(state) for state in self._states]
         return hash_json([place_of(self.folder), self.manifest_hash, states, [entry.file for entry in self.pending]])
 

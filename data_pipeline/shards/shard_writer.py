@@ -45,8 +45,9 @@ class EncodedDocument:
     text_bytes: int
     source: int = 0
     target_runs: np.ndarray | None = None
-    """Target token runs as bounds: each run's first token and end (exclusive), run after run, int64 [2 · runs],
-    strictly ascending. None in a folder in which every token is a target."""
+    """Spans of target tokens as bounds: each span's first token and end (exclusive), span after span, int64 [2 ·
+    spans], strictly ascending. None in a folder in which every token is a target.
+    """
 
     paragraphs: np.ndarray | None = None
     """Starts of its paragraphs but the first, int64, strictly ascending. None in a folder without paragraphs."""
@@ -62,7 +63,7 @@ class EncodedDocument:
 
 
 def runs_of(target_mask: np.ndarray) -> np.ndarray:
-    """Convert a mask, bool [N], to runs in the format of ``EncodedDocument.target_runs``."""
+    """Convert a mask, bool [N], to spans in the format of ``EncodedDocument.target_runs``."""
     return np.flatnonzero(np.diff(target_mask.astype(np.int8), prepend=0, append=0)).astype(np.int64)
 
 

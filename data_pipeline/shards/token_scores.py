@@ -33,7 +33,7 @@ class ScoredDocument:
     """Experts that processed each token [N, K], layer after layer; None if not requested or for a single-token
     document."""
     target_runs: np.ndarray | None
-    """Target token runs, as in ``EncodedDocument.target_runs``; None if all tokens are targets."""
+    """Spans of target tokens, as in ``EncodedDocument.target_runs``; None if all tokens are targets."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,9 @@ def read_total(path: Path) -> Total:
 
 
 def _total_of(likelihoods: np.ndarray, target_runs: np.ndarray | None) -> Total:
-    """Return the totals over a document's tokens after the first [N − 1]; ``target_runs`` has target runs over N."""
+    """Return the totals over a document's tokens after the first [N − 1]; ``target_runs`` has spans of target tokens
+    over N.
+    """
     is_target = np.ones(len(likelihoods), bool)
     if target_runs is not None:
         is_target = mask_of(target_runs, len(likelihoods) + 1)[1:]

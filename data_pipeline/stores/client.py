@@ -111,7 +111,7 @@ def list_names(folder: ObjectKey) -> list[str]:
 def upload(file: Path, to: ObjectKey, *, each: Callable[[bytes], None] | None = None) -> None:
     """Upload a file to an object, which appears only when complete; raise DataError if the store refuses.
 
-    ``each`` receives every block before it is sent; if it raises, discard the object.
+    ``each`` receives every buffer before it is sent; if it raises, discard the object.
     """
     with file.open("rb") as source, _written(to) as sink:
         while block := source.read(_SENT_BYTES):

@@ -76,7 +76,7 @@ def locate(spec: str | Path | ObjectPath) -> Location:
     if match is None:
         return Path(spec)
     scheme, rest = match[1].lower(), match[2]
-    # Check this first and do not echo the URL: the part before an @ may be a secret.
+    # Check this first and do not echo the URL: the text before an @ may be a secret.
     if "@" in rest.partition("/")[0]:
         raise DataError(
             f"a {scheme}:// URL must not have a name or key before its @. Set keys in the environment, which is never "

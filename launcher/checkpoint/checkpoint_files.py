@@ -86,7 +86,7 @@ class WrittenFile(NamedTuple):
     pieces: Sequence[tuple[str, str, dict[str, Any]]] = ()
     """(tensor, role, location in the file)."""
     block_hashes: str = ""
-    """Block hashes, for a file with pieces."""
+    """Hashes of the checksum blocks, for a file with slices."""
 
     def entry(self) -> dict[str, Any]:
         """Return the file's manifest entry."""
@@ -119,8 +119,8 @@ def write_rank_file(
 ) -> WrittenFile:
     """Write a rank's values into one file and sync it. Raise CheckpointError unless it reads back the same.
 
-    Values are taken one piece at a time, so views into ZeRO's state leave the device in parts. With ``sums``, one
-    checksum per piece, raise CheckpointError if values have changed since these were computed.
+    Values are taken one slice at a time, so views into ZeRO's state leave the device slice by slice. With ``sums``, one
+    checksum per slice, raise CheckpointError if values have changed since these were computed.
     """
     path = folder / f"rank_{rank:05d}.safetensors"
     # A generator: each value is verified just before it is written, and read once.
@@ -136,9 +136,9 @@ def write_rank_file(
 
 
 def write_pieces(path: Path, pieces: Sequence[StatePiece], values: Iterable[Tensor]) -> Written:
-    """Write the pieces' values as float32 entries named by ``piece_key``, and sync the file.
+    """Write the slices' values as float32 entries named by ``piece_key``, and sync the file.
 
-    Values are taken one piece at a time: each may be freed when the next is requested.
+    Values are taken one slice at a time: each may be freed when the next is requested.
     """
     with HashedWriter(path) as file:
         file.write(_header(pieces))
@@ -234,7 +234,7 @@ def _check_read_back(path: Path, written: str) -> None:
 
 
 def _write_extra_file(path: Path, content: bytes) -> WrittenFile:
-    """Write and verify a file next to the pieces; return its name, size and hash."""
+    """Write and verify a file next to the slices; return its name, size and hash."""
     write_synced(path, content)
     digest = xxhash.xxh3_128_hexdigest(content)
     _check_read_back(path, digest)
@@ -259,7 +259,7 @@ def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any
 
 
 def _tensor_table(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any]:
-    """Return each tensor's shape and, per role, the pieces that hold it."""
+    """Return each tensor's shape and, per role, the slices that hold it."""
     table: dict[str, Any] = {}
     for name, shape in contents.shapes.items():
         table[name] = {"shape": list(shape), "roles": {role: [] for role in contents.roles[name]}}

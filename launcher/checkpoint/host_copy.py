@@ -42,7 +42,7 @@ class HostCopy:
             weakref.finalize(self, lock_pages(self._values, device)).atexit = False
 
     def fill(self, pieces: Sequence[StatePiece], values: Iterable[Tensor]) -> list[Tensor]:
-        """Copy the pieces' values and return them as float32, in order. They stay valid until the next call."""
+        """Copy the slices' values and return them as float32, in order. They stay valid until the next call."""
         copied, start = [], 0
         for one, tensor in zip(pieces, values, strict=True):
             own = self._values[start : start + one.numel]
@@ -57,7 +57,7 @@ class HostCopy:
 
 
 def _values_of(piece: StatePiece) -> int:
-    """Round a piece's size up to even: each piece then starts at a 64-bit word, and its checksum needs no copy."""
+    """Round a slice's size up to even: each slice then starts at a 64-bit word, and its checksum needs no copy."""
     return piece.numel + piece.numel % 2
 
 

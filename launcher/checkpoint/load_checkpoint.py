@@ -26,8 +26,8 @@ _COPY_AGAIN = "Copy or convert it again, or start from another checkpoint."
 def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> CheckpointReader:
     """Load weights and moments into the engine. Return the reader; its manifest has the rest. Collective.
 
-    Every block is hashed before its values are used. Raise CheckpointError on all ranks if the checkpoint belongs to
-    another model or is damaged; the engine must not be used after damage.
+    Every checksum block is hashed before its values are used. Raise CheckpointError on all ranks if the checkpoint
+    belongs to another model or is damaged; the engine must not be used after damage.
     """
 
     def check(reader: CheckpointReader) -> None:
@@ -148,11 +148,11 @@ def _check_shapes(reader: CheckpointReader, engine: ZeroEngine) -> None:
 
 
 def _check_files(reader: CheckpointReader, hint: str) -> None:
-    """Raise CheckpointError unless all files have their full size and those without block hashes are intact."""
+    """Raise CheckpointError unless all files have their full size and those without checksum blocks are intact."""
     entries = reader.manifest["files"]
     problems = reader.size_problems()
     if not problems:
-        # Block hashes are verified while values are read. Earlier releases lack them: the ranks divide the work of
+        # Checksum blocks are verified while values are read. Earlier releases lack them: the ranks divide the work of
         # hashing such files before the load.
         unhashed = sorted(name for name, entry in entries.items() if "blocks" not in entry)
         problems = reader.verify(unhashed[own_rank() :: num_ranks()])

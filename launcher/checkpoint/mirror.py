@@ -163,7 +163,8 @@ class Mirror:
             name = self._name()
             is_left = self._left = self._is_busy()
             self._changed.notify_all()
-        # The thread checks ``_left`` with every block. If the store hangs, the daemon thread is abandoned at exit.
+        # The thread checks ``_left`` with every buffer that it sends or reads. If the store hangs, the daemon thread is
+        # abandoned at exit.
         self._thread.join(_LEAVE_SECONDS)
         if is_left:
             why = f": {self._reason}" * bool(self._reason)

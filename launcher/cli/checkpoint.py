@@ -256,7 +256,7 @@ def _export_stored(address: str, output: Path, dtype: str | None) -> None:
 
 @contextmanager
 def _byte_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress over ``total`` bytes; yield a function that takes the byte count of each further part."""
+    """Show progress over ``total`` bytes; yield a function that takes the number of further bytes."""
     done = 0
     with progress(label, total=total) as update:
 

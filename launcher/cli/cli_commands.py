@@ -197,7 +197,7 @@ _OUR_PACKAGES = ("launcher", "parallel", "data_pipeline", "longctx")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit code. Never raise for an error that a user can cause."""
+    """Execute one verb and return its exit code. Never raise for an error that a user can cause."""
     if argv is None:
         argv = sys.argv[1:]
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def main_over_ranks(verb: str, argv: Sequence[str]) -> int:
-    """Run a verb on every rank that deepspeed or torchrun started; rank 0 prints. The verb's script calls this."""
+    """Execute a verb on every rank that deepspeed or torchrun started; rank 0 prints. The verb's script calls this."""
     # Deferred: torch is slow to import, and the single-process help must not wait for it.
     from launcher.config.flags import take_flag, without_local_rank
     from parallel.runtime.launched import environment_rank
@@ -404,7 +404,7 @@ def _complain(called: str, complaint: str, offer: str) -> NoReturn:
 
 
 def run_reporting_errors(verb: Callable[[], int | None]) -> int:
-    """Run a verb; turn a missing package or a file system error into a short LongCtxError."""
+    """Execute a verb; turn a missing package or a file system error into a short LongCtxError."""
     try:
         return verb() or DONE
     except ModuleNotFoundError as error:

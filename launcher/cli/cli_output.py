@@ -266,7 +266,7 @@ class _Lines:
 # Ctrl-C. The work therefore runs in a thread, and the main thread only waits. On Ctrl-C it raises KeyboardInterrupt in
 # the worker, which takes effect at the worker's next bytecode.
 def interruptible(action: Callable[[], Result]) -> Result:
-    """Run ``action`` in a thread, so that Ctrl-C works at once even during native computation.
+    """Call ``action`` in a thread, so that Ctrl-C works at once even during native computation.
 
     If the thread runs Python, Ctrl-C ends it too, and it removes unfinished files. Otherwise it is abandoned: it writes
     no files at that point, and ``main`` ends the process without waiting for it.
@@ -320,7 +320,7 @@ def has_abandoned_work() -> bool:
 
 @contextmanager
 def warnings_on_stderr() -> Iterator[None]:
-    """Print all packages' warnings to standard error within the block, without disturbing a progress bar.
+    """Print all packages' warnings to standard error within the ``with`` block, without disturbing a progress bar.
 
     The error that ends a command is left out: it is printed separately.
     """

@@ -149,7 +149,7 @@ class Workers:
 
     @contextlib.contextmanager
     def hired(self) -> Iterator[Engine]:
-        """Yield the engine; a cluster stays connected until the block ends."""
+        """Yield the engine; a cluster stays connected until the ``with`` block ends."""
         # Before any hashing: an unreachable cluster is reported at once.
         if self.engine == "ray":
             from data_pipeline.prepare.parts.cluster import open_cluster

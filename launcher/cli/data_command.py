@@ -80,7 +80,7 @@ def build(
 
     The folder contains checksummed Arrow shards, and held-out documents in DIR/validation. One folder serves every
     sequence length. Repeating a finished build changes no file and says so. A build that was stopped or killed
-    continues from its finished parts when the same command is repeated.
+    continues from its finished source parts when the same command is repeated.
 
     Args:
         tokenizer: SentencePiece model, tokenizer.json, Hugging Face folder, checkpoint or run.
@@ -180,7 +180,7 @@ def inspect(
         seq_len: Tokens per row; also shows the cost of packing at that length.
         source_seq_len: Maximum source tokens per row, for pairs.
         row: Row to show in the epoch, from 0; needs --seq-len. Takes a second per million documents before it.
-        block: Count --row from the start of this block instead, which takes less than a second.
+        block: Count --row from the start of this epoch block instead, which takes less than a second.
         epoch: Epoch of the row, from 0.
         seed: run.seed of the run that reads it.
     """
@@ -470,7 +470,7 @@ def _row_text(row: RowView) -> str:
     """Format a packed row as lines: each document's piece with its start and end."""
     where = ""
     if row.num_blocks > 1:
-        where = f" of block {row.block} of {row.num_blocks:,}"
+        where = f" of epoch block {row.block} of {row.num_blocks:,}"
     lines = [f"row {row.row} of {row.num_rows:,}{where}: {row.tokens:,} tokens, {row.padding_tokens:,} of padding"]
     for piece in row.pieces:
         part = f"tokens {piece.start:,} to {piece.stop:,} of {piece.document_tokens:,}"

@@ -1,4 +1,4 @@
-"""The verb ``evaluate``; ``launcher/evaluate.py`` runs it over ranks."""
+"""The verb ``evaluate``; ``launcher/evaluate.py`` executes it over ranks."""
 
 from __future__ import annotations
 

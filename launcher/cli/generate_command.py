@@ -1,4 +1,4 @@
-"""The verb ``generate``; ``launcher/generate.py`` runs it over ranks."""
+"""The verb ``generate``; ``launcher/generate.py`` executes it over ranks."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def plan(
         raise ConfigError("--output names the file for --search. Add --search, or leave it out.")
     if search and trace:
         raise ConfigError(
-            "--search estimates many settings, --trace runs one. Use --trace on a setting that --search found."
+            "--search estimates many settings, --trace traces one. Use --trace on a setting that --search found."
         )
     if output is not None and output.exists() and not overwrite:
         raise ConfigError(f"--output {output} exists. Name another file, or replace it with --overwrite.")

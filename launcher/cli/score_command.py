@@ -1,4 +1,4 @@
-"""The verb ``score``; ``launcher/score.py`` runs it over ranks."""
+"""The verb ``score``; ``launcher/score.py`` executes it over ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def score_tokens(
     """Write the log-likelihood of every token in a shard folder, given its document before it.
 
     Writes Arrow files with complete documents: number, name, token ids, log-likelihoods in nats (null for the first
-    token). A block of documents is on disk before the next one starts, so the same command continues after an
+    token). A range of documents is on disk before the next one starts, so the same command continues after an
     interruption. Over ranks: --ranks N starts N ranks here, --hostfile FILE those on its hosts; for many short
     documents use --parallel.context 1, so that each rank has documents of its own.
 

@@ -75,7 +75,7 @@ def train_new_tokenizer(
             found.append((sample, was_kept))
             # Reading is finished; the library does not report how long its training takes.
             amount = read_so_far(sample.documents, sample.text_bytes)
-            update(source.num_bytes, note=f"{amount} read, learning {vocab_size:,} pieces", amount=sample.text_bytes)
+            update(source.num_bytes, note=f"{amount} read, learning {vocab_size:,} tokens", amount=sample.text_bytes)
             if was_kept:
                 note(f"resuming: {amount} of {source.spec} already read")
 

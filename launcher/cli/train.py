@@ -134,7 +134,7 @@ def _on_cpu(arguments: Sequence[str]) -> bool:
 
 
 def _run_on_hosts(called: str, hostfile: str, script: str, arguments: Sequence[str]) -> int:
-    """Run ``launcher/script`` on all slots in a hostfile, by deepspeed over ssh; return its exit code.
+    """Execute ``launcher/script`` on all slots in a hostfile, by deepspeed over ssh; return its exit code.
 
     If the file contains only this machine, its ranks are started locally. Raise ClusterError for an unusable file or a
     host that does not answer, and ConfigError for text that a remote shell would not read literally.

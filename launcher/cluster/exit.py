@@ -71,7 +71,7 @@ def run_script(
     abort_message: str = _GO_ON,
     on_orphaned: Callable[[Launcher | str], None] = end_orphaned,
 ) -> NoReturn:
-    """Run ``action`` and end this process with its exit code. Every script that runs over ranks calls this.
+    """Call ``action`` and end this process with its exit code. Every script that runs over ranks calls this.
 
     ``on_orphaned`` is called in a thread once the launcher, or the launcher's parent, is gone.
     """
@@ -100,7 +100,7 @@ def end_stopped(text: str) -> int:
 
 
 def run_to_exit_code(action: Callable[[], int | None], *, abort_message: str = _GO_ON) -> int:
-    """Run ``action`` and return the exit code: its own if it returns one. If it raises, report the error.
+    """Call ``action`` and return the exit code: its own if it returns one. If it raises, report the error.
 
     Errors in the user's input are raised on every rank, so only rank 0 reports them. ``abort_message`` is printed after
     Ctrl-C. With several ranks a failure of this one ends all of them, and this one ends with the code of the first

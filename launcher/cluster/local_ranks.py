@@ -44,7 +44,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def run_ranks(command: str, script: str, arguments: Sequence[str], ranks: int) -> int:
-    """Run ``launcher/script`` on ``ranks`` ranks to their end; return the first nonzero exit code, otherwise 0.
+    """Execute ``launcher/script`` on ``ranks`` ranks to their end; return the first nonzero exit code, otherwise 0.
 
     ``command`` is the verb as the user typed it, for messages. Raise LongCtxError if a process cannot be started.
     """

@@ -132,7 +132,7 @@ def _send(process: psutil.Process, number: int) -> None:
 
 
 def run_in_group(words: Sequence[str], stop: SignalForwarder, *, own_session: bool = True) -> tuple[int, int]:
-    """Run a command to its end, with output to our own streams.
+    """Execute a command to its end, with output to our own streams.
 
     Return its exit code (128 plus the signal's number if one ended it), and how many processes it left behind. With
     ``own_session``, all descendants can be found again, even those in groups of their own; otherwise the command gets a

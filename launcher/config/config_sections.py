@@ -130,8 +130,8 @@ class DataSection:
     fim_spm_rate: float = 0.5
     """Share of these with the suffix first."""
     fim_segment_tokens: int = 0
-    """A document longer than this is filled in by parts of this many tokens, which must divide the tokens per row; 0:
-    data.seq_len, or with a mixture's stages the largest number that divides all their rows."""
+    """A document longer than this is filled in by segments of this many tokens, which must divide the tokens per row;
+    0: data.seq_len, or with a mixture's stages the largest number that divides all their rows."""
     span_length: float = 3.0
     """With train.objective=spans, mean tokens per removed span. A row has one sentinel for each span in its pieces, as
     made by `tokenizer train --sentinels`."""

@@ -18,7 +18,7 @@ mkdir -p "$work" "$run"
 say "1/5 pairs, a tokenizer of both sides, shards"
 [ -e "$work/train.jsonl" ] ||
   show python -m launcher.demos.pairs "$work" ${LONGCTX_HELP_PAGES:+--help-pages "$LONGCTX_HELP_PAGES"}
-# Sums in words have few pieces.
+# Sums in words need a small vocabulary.
 size=4000
 [ "$(wc -c <"$work/train.jsonl")" -gt 5000000 ] || size=600
 [ -e "$work/tokenizer.model" ] ||

@@ -97,7 +97,7 @@ class FolderProbe:
 
 @contextmanager
 def probe_in(folder: Path) -> Iterator[FolderProbe]:
-    """Create a probe while the block runs. Raise OSError if the folder cannot be written."""
+    """Create a probe for the duration of the ``with`` block. Raise OSError if the folder cannot be written."""
     probe = FolderProbe(f".longctx-doctor-{secrets.token_hex(16)}", secrets.token_hex(16))
     path = folder / probe.name
     # "x" fails if the file exists: an existing file cannot be our probe.

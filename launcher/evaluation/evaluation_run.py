@@ -72,7 +72,7 @@ def evaluate_checkpoint(options: EvaluationOptions, progress: Progress) -> Path:
 
 
 def run_evaluation(options: EvaluationOptions, device: torch.device, progress: Progress) -> Path:
-    """Run ``evaluate_checkpoint`` on the current process group, if any. Collective."""
+    """Call ``evaluate_checkpoint`` on the current process group, if any. Collective."""
     if own_rank() != 0:
         progress = no_progress
     # Order checks from cheap to expensive, all before any allocation.

@@ -96,9 +96,9 @@ def evaluate_masked(options: MaskedOptions, progress: Progress) -> dict[str, Any
 
 
 def _share(documents: PackedDocuments, mesh: Mesh) -> Share:
-    """Return this rank's share of a row's tokens."""
+    """Return this rank's shard of a row's tokens."""
     parts = num_parts(LAYOUT, mesh.context)
-    # Pad to a multiple of the layout's parts: ranks get equal shares.
+    # Pad to a multiple of the layout's parts: ranks get equal shards.
     padded = documents.padded(-(-documents.num_tokens // parts) * parts)
     layout = SequenceLayout.build(LAYOUT, padded.num_tokens, mesh.context, padded, causal=False)
     return Share(padded, layout.rank_runs(mesh.context_rank), layout)
@@ -113,7 +113,7 @@ class MaskedScores:
 
     @torch.no_grad()
     def add(self, decoder: Decoder, batch: Batch, folder: Path, dtype: str) -> None:
-        """Add a row, or this rank's part."""
+        """Add a row, or this rank's shard of it."""
         hidden_NM, targets_N = hidden_states(decoder, batch).flatten(0, 1), batch.targets.flatten()
         # Split the masked tokens: full [N, V] logits in float32 would not fit for a large vocabulary.
         for target_indices in (targets_N != IGNORED_TARGET).nonzero().flatten().split(_MAX_LOGIT_ROWS):

@@ -16,7 +16,7 @@ from longctx.generation.load_decoder import contains_hf_model, find_model
 from longctx.tokenizer import Tokenizer
 
 _SAMPLED_PARTS = 64
-"""Number of 4 KiB parts per Hugging Face file in its fingerprint."""
+"""Number of 4 KiB ranges per Hugging Face file in its fingerprint."""
 
 Reader = CheckpointReader | HfReader
 """Opened checkpoint: names, shapes and weights one at a time."""

@@ -21,7 +21,10 @@ from parallel.runtime.launched import environment_rank
 
 @contextmanager
 def joined_ranks(options: Computation) -> Iterator[torch.device]:
-    """Join the ranks that a launcher started, or run as a single process, within the block; yield the rank's device."""
+    """Join the ranks that a launcher started, or continue as a single process, within the ``with`` block.
+
+    Yield the rank's device.
+    """
     _, world_size = environment_rank()
     check_hostfile(options.hostfile, world_size)
     device = choose_device(options.device, "--device", context=options.context, expert=options.expert)

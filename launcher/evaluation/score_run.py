@@ -1,7 +1,7 @@
 """``score``: log-likelihoods for every token in a shard folder, over ranks, in Arrow files.
 
-Ranks in a context group share each document; each data rank scores different documents. Documents are processed in
-blocks, and a block's file is written when it is complete: the same command continues after the last file.
+Ranks in a context group share each document; each data rank scores different documents. Neighbouring documents
+form a range, and a range's file is written when it is complete: the same command continues after the last file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from parallel.mesh import Mesh
 
 SETTINGS_FILE = "scores.json"
 BLOCK_TOKENS = 1 << 20
-"""Tokens per block: an interrupted command loses at most one block, and rank 0 holds one block's scores."""
+"""Tokens per document range: an interrupted command loses at most one range, and rank 0 holds one range's scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def score_shards(options: ScoreOptions, progress: Progress) -> Total:
 
 
 def run_scoring(options: ScoreOptions, device: torch.device, progress: Progress) -> Total:
-    """Run ``score`` on the current process group, if any. Collective."""
+    """Call ``score`` on the current process group, if any. Collective."""
     if own_rank() != 0:
         progress = no_progress
     model_source, shards = on_every_rank(lambda: _open(options))
@@ -81,7 +81,7 @@ def run_scoring(options: ScoreOptions, device: torch.device, progress: Progress)
 
 
 class _Scorer:
-    """Document block scorer on a mesh; rank 0 writes the files."""
+    """Document range scorer on a mesh; rank 0 writes the files."""
 
     def __init__(
         self, options: ScoreOptions, model_source: ModelSource, shards: ShardSet, mesh: Mesh, decoder: Decoder
@@ -90,12 +90,12 @@ class _Scorer:
         self._mesh, self._decoder = mesh, decoder
 
     def score(self, blocks: Sequence[range], update: Update) -> None:
-        """Score and write each block. Collective."""
+        """Score and write each document range. Collective."""
         done = 0
         update(0)
         for block in blocks:
             lengths = _lengths(self._shards, block)
-            # Balance by length: attention makes long documents dominate a block's time.
+            # Balance by length: attention makes long documents dominate a range's time.
             mine = [block[at] for at in assign_shards(lengths.tolist(), self._mesh.data)[self._mesh.data_rank]]
             scores = on_every_rank(lambda mine=mine: {document: self._of_document(document) for document in mine})
             # All ranks in a context group have the scores; only its first rank sends them.
@@ -171,7 +171,7 @@ def _open(options: ScoreOptions) -> tuple[ModelSource, ShardSet]:
 def _blocks(shards: ShardSet) -> Iterator[range]:
     """Yield neighbouring documents in ranges of about ``BLOCK_TOKENS``, the same for any number of ranks."""
     lengths = _lengths(shards, range(shards.num_documents))
-    # Assign a document by its first token, so that blocks do not depend on ranks or resumes.
+    # Assign a document by its first token, so that ranges do not depend on ranks or resumes.
     of_block = (np.cumsum(lengths) - lengths) // BLOCK_TOKENS
     bounds = [0, *(np.flatnonzero(np.diff(of_block)) + 1).tolist(), len(lengths)]
     for start, stop in pairwise(bounds):
@@ -190,7 +190,7 @@ def _file_of(folder: Path, block: range) -> Path:
 def _find_missing_blocks(
     options: ScoreOptions, model_source: ModelSource, shards: ShardSet, blocks: Sequence[range], stack: ExitStack
 ) -> list[range]:
-    """Return the blocks without a file; the folder is locked until the stack closes.
+    """Return the document ranges without a file; the folder is locked until the stack closes.
 
     Raise ConfigError with all settings that differ from the existing files.
     """

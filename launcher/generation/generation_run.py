@@ -158,7 +158,7 @@ class GenerationSession:
 
 @contextmanager
 def session(options: GenerationCommandOptions) -> Iterator[GenerationSession]:
-    """Open a session on the ranks that a launcher started, or in this process, within the block. Collective.
+    """Open a session on the ranks that a launcher started, or in this process, within the ``with`` block. Collective.
 
     User input is checked, equally on all ranks, before any allocation.
     """

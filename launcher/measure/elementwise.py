@@ -38,7 +38,7 @@ def benchmark_elementwise(timer: RankTimer, sizes: BenchmarkSizes) -> Iterator[P
     yield from _table(timer, sizes, names, (3, 6), _activations, "gated activation")
     names = ("routing_bandwidth", "routing_backward_bandwidth")
     yield from _table(timer, sizes, names, (4, 8), _routing, "routing, and copying tokens to local experts and back")
-    # The loss runs in cache-sized blocks for any number of tokens, so there is one rate.
+    # The loss is computed in cache-sized row ranges for any number of tokens, so there is one rate.
     loss = ProfileEntry("loss_bandwidth", {}, "logits to losses and gradients")
     N, V = sizes.logits
     for dtype in DTYPES:

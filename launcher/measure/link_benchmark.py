@@ -28,7 +28,7 @@ def benchmark_links(timer: RankTimer, sizes: BenchmarkSizes) -> Iterator[Profile
         sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=timer.device) for _ in range(2))
         of_hops.append(timer.collective_seconds(lambda: _hop(sent, received)))  # noqa: B023
         hops.add(None, num_bytes / of_hops[-1])
-        # Each rank's own part stays local.
+        # Each rank's own slice stays local.
         sent_bytes = num_bytes // ranks * (ranks - 1)
         sent, received = sent[: num_bytes // ranks * ranks], received[: num_bytes // ranks * ranks]
         exchanges.add(None, sent_bytes / timer.collective_seconds(lambda: _all_to_all(sent, received)))  # noqa: B023

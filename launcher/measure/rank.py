@@ -1,7 +1,7 @@
 """One measuring process: ``python -m launcher.measure.rank RESULT``.
 
 It reads its options as JSON from standard input, and its rank from the environment, as launchers set it. Rank 0 prints
-each part's title before measuring it, and writes the mean over all ranks to RESULT.0. A rank that fails writes its
+each benchmark's title before measuring it, and writes the mean over all ranks to RESULT.0. A rank that fails writes its
 error to RESULT.<rank>.
 """
 
@@ -50,7 +50,7 @@ def benchmark_all_ranks(
 
 
 def _parts(options: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Iterator[ProfileEntry]]]:
-    """Yield each part's title and entries in order; a part is measured only when its entries are consumed."""
+    """Yield each benchmark's title and entries in order; a benchmark is executed only when its entries are consumed."""
     sizes = BY_NAME[options["sizes"] or device.type]
     # Late imports: DeepSpeed chooses its device when it is imported.
     from launcher.measure.attention_benchmark import benchmark_attention, benchmark_matmuls

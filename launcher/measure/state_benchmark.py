@@ -43,7 +43,7 @@ class _Step(NamedTuple):
 
 
 def benchmark_state(timer: RankTimer, sizes: BenchmarkSizes) -> Iterator[ProfileEntry]:
-    """Measure parameters per second for each part, by stage and dtype, and seconds independent of parameters."""
+    """Measure parameters per second for gradient, reduction and update, and fixed seconds, by stage and dtype."""
     axes = {"stage": [stage + 1 for stage in _STAGES]}
     description = "steps with few tokens, models in two sizes"
     names = ("gradient_parameters", "reduction_parameters", "update_parameters")
@@ -131,7 +131,7 @@ def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabula
 
 
 def _step(timer: RankTimer, config: ResolvedConfig, num_steps: int) -> _Step:
-    """Return median seconds for a step's parts, without the first step, which allocates."""
+    """Return median seconds for a step's phases, without the first step, which allocates."""
     mesh = Mesh.build(context=1, ulysses=1, expert=1)
     engine = build_engine(config, mesh, accumulation=2)
     engine.initialize(0)

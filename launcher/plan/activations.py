@@ -44,7 +44,7 @@ def activations(
 ) -> Activations:
     """Compute activation bytes for a micro-batch with ``tokens`` on each rank, in a ring with ``ring`` ranks.
 
-    ``num_documents`` counts the documents with a part on this rank.
+    ``num_documents`` counts the documents with tokens on this rank.
     """
     own = _Layers(config, tokens, ring, device_type, num_documents).activations()
     of_source = encoder_run(config)
@@ -109,7 +109,7 @@ class _Layers(TokenBytes):
             below += self.tokens * layers[-2]
         peaks = [kept + loss_bytes(self.config, self.tokens, self.device_type)]
         if by_rows:
-            # The gradient in the weight's dtype, another one that it is added to, and a block of summed rows with their
+            # The gradient in the weight's dtype, another one that it is added to, and a range of summed rows with their
             # logits.
             rows = self.chunk() * SUMMED_VALUES // model.embedding_dim
             peaks.append(kept + min(2, heads) * weights * self.width + (SUMMED_VALUES + 2 * rows) * FLOAT32)
@@ -138,7 +138,7 @@ class _Layers(TokenBytes):
             return [self._ffn_of_chunk(layer), self._attention_by_groups(layer)]
         again = 0
         if self.config.train.keep != "all":
-            # Recomputation saves the inputs to both norms and parts, and queries, keys and values.
+            # Recomputation saves the inputs to both norms, attention and FFN, and queries, keys and values.
             again = 3 * self.x + self.before_core(layer) + core.output_saved
         if self.config.train.keep == "inputs":
             again += core.out + core.lse
@@ -162,7 +162,7 @@ class _Layers(TokenBytes):
         """
         core = self.core(layer).of_group(*groups)
         if self.is_delta(layer):
-            # Inputs, their gradients and the output's; values recomputed per block do not grow with the tokens.
+            # Inputs, their gradients and the output's; values recomputed per chunk group do not grow with the tokens.
             return 2 * (core.q + core.kv + core.out)
         # The factors below match ring traces: a middle rank has more keys in flight, the last rank more queries at
         # once.
@@ -172,7 +172,7 @@ class _Layers(TokenBytes):
             # Values, their gradients, and attention's output with its gradient, padded to the query width.
             padded = 2 * model.num_kv_heads * model.head_dim * self.width // groups[1] + core.q
         if self.ring == 1 and self.device_type == "cpu":
-            # Block by block; gradients in float32, then in the dtype passed on.
+            # One row range at a time; gradients in float32, then in the dtype passed on.
             grads = (core.q + keys) * FLOAT32 // self.width
             if self.width < FLOAT32:
                 grads += core.q + keys
@@ -241,7 +241,7 @@ class _Layers(TokenBytes):
         return 2 * self.chunk() * self.x
 
     def _stored(self, per_token: int) -> int:
-        """Return bytes passed between a layer's parts, if the device stores them."""
+        """Return bytes passed between projections, core and FFN, if the device stores them."""
         if self.config.train.store != "device":
             return 0
         return self.tokens * per_token
@@ -342,7 +342,7 @@ class _Layers(TokenBytes):
 
 
 def sums_head_by_rows(config: ResolvedConfig, model: ModelConfig) -> bool:
-    """Return True if the head's weight gradient is summed in blocks of rows, recomputing their logits."""
+    """Return True if the head's weight gradient is summed in ranges of rows, recomputing their logits."""
     is_large = is_summed_by_rows(model.vocab_size * model.embedding_dim)
     return bool(config.train.chunk_tokens) and is_large and not model.head_bias
 
@@ -354,12 +354,12 @@ def loss_bytes(config: ResolvedConfig, tokens: int, device_type: str) -> int:
         return _on_cpu(config, tokens)
     logits = min(_LOGITS_OF_GPU, tokens * config.model.vocab_size)
     chunk = logits * config.dtype.itemsize
-    # Eager: a block's float32 copies. Compiled: the full chunk's gradient.
+    # Eager: a row range's float32 copies. Compiled: the full chunk's gradient.
     return chunk + max(3 * min(_BLOCK_OF_GPU, logits) * FLOAT32, chunk)
 
 
 def _on_cpu(config: ResolvedConfig, tokens: int) -> int:
-    """Return loss bytes on a CPU, with cache-sized blocks: a chunk's logits and gradient, normed states, the head."""
+    """Return loss bytes on a CPU, with cache-sized row ranges: a chunk's logits and gradient, normed states, head."""
     model, width = config.model.config(), config.dtype.itemsize
     vocab_size, model_width = model.vocab_size, model.embedding_dim
     normed, head = tokens * model.hidden_size * width, 0

@@ -127,7 +127,7 @@ def _of_schedule(mixer: Mixer, schedule: Schedule, rank: int, shape: AttentionSh
             table = work.slices.numpy()
             causal = _is_causal(table)
             queries, keys = table[:, Q_STOP] - table[:, Q_START], table[:, K_STOP] - table[:, K_START]
-            # Equal parts run at one rate, so sums by kind and size suffice.
+            # Equal slices have one rate, so sums by kind and size suffice.
             for is_causal, num_pairs, q, k in zip(causal, slice_areas(table), queries, keys, strict=True):
                 part = AttentionWork("full", math.sqrt(int(q) * int(k)))
                 if mixer.window:

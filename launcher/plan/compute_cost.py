@@ -36,7 +36,7 @@ class MatmulWeight:
     num_experts: int = 0
     """Local experts, if it is one expert's weight; 0 if it multiplies every token."""
     is_last: bool = False
-    """True for the last matmul in its part of a layer; no backward reads its result."""
+    """True for the FFN's or an expert's down projection; no backward reads its result."""
     of_source: bool = False
     """True if it multiplies source tokens instead of the batch's own: keys and values in cross attention."""
 

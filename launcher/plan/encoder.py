@@ -1,4 +1,4 @@
-"""The encoder's part in a run, planned as an encoder-only run on the same ranks."""
+"""The encoder's cost in a run, planned as an encoder-only run on the same ranks."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class RunEstimate:
 
     @property
     def fits(self) -> bool:
-        """True if every rank fits into its device memory and its share of host memory."""
+        """True if every rank fits into its device memory and its portion of host memory."""
         return self.peak_bytes <= self.hardware.memory_bytes and self.host_bytes <= self.hardware.host_memory_bytes
 
     @property

@@ -181,9 +181,9 @@ def _saved_by_blocks(config: ResolvedConfig, model: ModelConfig) -> int:
         return tokens * model.depth * (model.hidden_size + heads) * config.dtype.itemsize
     projected = model.head_dim * (model.num_heads + model.num_kv_heads) + model.num_kv_heads * model.value_dim
     if config.train.chunk_tokens:
-        # Tensors between a block's parts; all others are recomputed.
+        # Tensors between projections, attention and FFN; all others are recomputed.
         return tokens * model.depth * (model.hidden_size + projected + heads) * config.dtype.itemsize
-    # Inputs to both norms and to both parts; queries, keys, values and attention's output.
+    # Inputs to both norms, to attention and to the FFN; queries, keys, values and attention's output.
     values = 4 * model.hidden_size + projected + heads
     ffn = sum(_ffn_values(config, model, layer) for layer in range(model.depth))
     return tokens * (model.depth * values + ffn) * config.dtype.itemsize

@@ -49,12 +49,12 @@ class SettingsCandidate:
 
     @cached_property
     def fits(self) -> bool:
-        """True if ``HEADROOM`` of the device stays free and the host's share is enough."""
+        """True if ``HEADROOM`` of the device stays free and the rank's portion of host memory is enough."""
         return self.fullness <= 1
 
     @property
     def fullness(self) -> float:
-        """Used share of usable memory, the larger value for device and host; above 1 it does not fit."""
+        """Used fraction of usable memory, the larger value for device and host; above 1 it does not fit."""
         hardware = self.hardware
         of_device = self.peak_bytes / (hardware.memory_bytes * (1 - HEADROOM))
         return max(of_device, self.host_bytes / hardware.host_memory_bytes)

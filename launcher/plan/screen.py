@@ -83,7 +83,7 @@ def headline(run: RunEstimate) -> str:
         message = f"It does not fit: {needs} at the peak, and a device has {has}."
     elif not run.fits:
         message = (
-            f"It does not fit: {gib(run.host_bytes)} per rank on the host, and a rank's share is "
+            f"It does not fit: {gib(run.host_bytes)} per rank on the host, and each rank has "
             f"{gib(run.hardware.host_memory_bytes)}."
         )
     description = describe_run(run.config, run.world, run.document_tokens)

@@ -166,7 +166,7 @@ def _host_seconds(config: ResolvedConfig, tokens: int, micro_batches: float, har
     if config.train.chunk_tokens:
         chunks = -(-tokens // config.train.chunk_tokens)
     if config.train.keep != "all" or config.train.chunk_tokens:
-        # Recomputation repeats forward, one of three parts; backward is the other two.
+        # Recomputation repeats forward, a third of these seconds; backward is the other two thirds.
         again = 1 / 3
     of_layer, of_micro_batch, of_step = (
         _of_stage(rate, config)

@@ -1,4 +1,4 @@
-"""Bytes per token in a layer, by layer kind: saved for backward, or passed between its parts.
+"""Bytes per token in a layer, by layer kind: saved for backward, or passed between projections, core and FFN.
 
 Sizes: M model width, K key heads, H value heads, D key head size, V value head size.
 """
@@ -48,7 +48,7 @@ class CoreBytes(NamedTuple):
 
 
 def _delta_core(model: ModelConfig, mixer: Mixer, width: int) -> CoreBytes:
-    """Return bytes for a gated delta rule layer: the state at each block's start, and the gate and norm after it."""
+    """Return bytes for a gated delta rule layer: a state per ``BLOCK_CHUNKS`` chunks, then gate and norm."""
     K, H, D, V, _ = model.delta_sizes
     # Values come with the inputs to decays, one per head or channel, and to β.
     gates = 2 * H
@@ -107,7 +107,7 @@ class TokenBytes:
             return self.x + core.out + core.lse + routing + crossed
         if self.chunked:
             return self.x + core.q + core.kv + core.out + core.lse + routing + crossed
-        # Inputs to both norms and parts; queries, keys, values and attention's output; FFN tensors.
+        # Inputs to both norms, attention and FFN; queries, keys, values and attention's output; FFN tensors.
         own = self.before_core(layer) + core.out + core.lse + core.output_saved
         return 4 * self.x + own + routing + self.saved_of_ffn(layer) + crossed
 

@@ -8,7 +8,7 @@ allocate:
   float32 number for each query and head, each with 128 more queries per sequence; if heads share keys, dk and dv for
   *every query head*, in the input dtype.
 * ``flash3`` (``hopper/flash_api.cpp``), ``flash4`` (``flash_attn/cute/interface.py``): dq in float32 and two such
-  numbers; if heads share keys, dk and dv for the key heads, in float32. Blocks have 128 rows at most.
+  numbers; if heads share keys, dk and dv for the key heads, in float32. Tiles have 128 rows at most.
 * ``cudnn``: as cudnn-frontend (``scaled_dot_product_flash_attention.h``) reserves for a dense sequence: dq in float32
   and one such number. dk and dv for every query head are temporaries in the engine, and no source states the engine's
   own workspace: they are counted in full.
@@ -26,7 +26,7 @@ from launcher.config.resolved import ResolvedConfig
 
 _FLOAT32 = 4
 _BLOCK = 128
-"""Rows in a kernel's largest block; each sequence is padded by as many."""
+"""Rows in a kernel's largest tile; each sequence is padded by as many."""
 _MULTIPROCESSORS = 148
 """On a B200; an H100 has 132."""
 
@@ -74,7 +74,7 @@ def _flash2(call: BackwardCall) -> int:
 
 
 def _flash2_deterministic(call: BackwardCall) -> int:
-    # One dq sum per share of the multiprocessors, which would otherwise add to a single sum in any order.
+    # One dq sum per group of multiprocessors, which would otherwise add to a single sum in any order.
     return _flash2_sums(call, -(-_MULTIPROCESSORS // (call.num_sequences * call.num_heads)))
 
 
@@ -86,7 +86,7 @@ def _flash2_sums(call: BackwardCall, sums: int) -> int:
 
 
 def _flash3(call: BackwardCall) -> int:
-    # flash-attn 4 pads by one block more than there are sequences.
+    # flash-attn 4 pads by one tile more than there are sequences.
     added = _BLOCK * (call.num_sequences + 1)
     sizes = _FLOAT32 * (call.num_queries + added) * call.num_heads * (_rounded(call.head_dim) + 2)
     if call.num_heads != call.num_kv_heads:

@@ -188,7 +188,7 @@ def reduction_bytes(
         )
     means = 0
     if config.dtype == torch.float32 and (stage == 1 or config.accumulation(world_size) > 1):
-        # This rank's part of the mean is held in addition to the sum over micro-batches.
+        # This rank's partition of the mean is held in addition to the sum over micro-batches.
         means = -(-sum(count_parameters(config.model.config()).values()) // world_size) * FLOAT32
     overlap = overlaps(stage, device, zero_options(config.zero).overlap_comm)
     if stage == 1 and not overlap:
@@ -204,7 +204,7 @@ def reduction_bytes(
 
 def _message(values: int, width: int) -> int:
     """Return message bytes in stages 1 and 2 for this many ``values``."""
-    # A gradient waits for its bucket. Bucket pieces for one rank are concatenated and sent in float32.
+    # A gradient waits for its bucket. Bucket slices for one rank are concatenated and sent in float32.
     message = 2 * values * width
     if width != FLOAT32:
         # The float32 copy. Two more gradients have been observed alive then; DeepSpeed's source does not explain them.

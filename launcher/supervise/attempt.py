@@ -21,7 +21,7 @@ class Ending:
 
 
 def attempt(words: Sequence[str], stop: SignalForwarder) -> Ending:
-    """Run a command to its end, with output to our own streams. Raise LongCtxError if it cannot be started."""
+    """Execute a command to its end, with output to our own streams. Raise LongCtxError if it cannot be started."""
     start_time = time.monotonic()
     code, left = run_in_group(words, stop)
     return Ending(code, time.monotonic() - start_time, left)

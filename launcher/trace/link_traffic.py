@@ -64,7 +64,7 @@ class Links:
             self._count(name, group, args)
 
     def run_collective(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
-        """Run a call on the CPU; for a collective, return a result as if every rank had sent this rank's values."""
+        """Execute a call on the CPU; for a collective, return a result as if every rank had sent this rank's values."""
         out = call()
         name, group = _collective(func, args)
         if group is None:

@@ -145,7 +145,7 @@ class _Step:
         links.sums.clear()
 
     def _update(self) -> None:
-        """Run AdamW on this rank's float32 masters, unless they are offloaded."""
+        """Apply AdamW to this rank's float32 masters, unless they are offloaded."""
         if self.config.zero.offload != "none":
             return
         live, train = self.recorder.live, self.config.train

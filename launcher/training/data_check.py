@@ -53,7 +53,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
     own = _own_share(pending, [view.copy for view in views])
     if any(view.has_pending for view in views):
         problems = [check.problem(entry) for check, entry in own]
-        # Shares take unequal times: the control group waits for the longest.
+        # Portions take unequal times: the control group waits for the longest.
         _raise_errors([problem for problem in problems if problem is not None])
         _store_validated(checks)
     shards, read = [entry for check in checks for entry in check.shards], [entry for _, entry in own]
@@ -69,7 +69,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
     without_sums = [str(check.folder) for check in checks if check.missing_checksum]
     if without_sums:
         log.info(
-            "Built by a release without block checksums: %s. These files cannot be verified while the run reads "
+            "Built by a release without checksum blocks: %s. These files cannot be verified while the run reads "
             "them, so they are read before the first step, as with data.verify=start. Build the data again to change "
             "that.",
             " and ".join(without_sums),
@@ -78,7 +78,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
 
 
 def _own_share(shards: Sequence[tuple[Source, ShardEntry]], views: Sequence[str]) -> list[tuple[Source, ShardEntry]]:
-    """Return this rank's share of the shards, divided among ranks with the same entry in ``views``."""
+    """Return this rank's portion of the shards, divided among ranks with the same entry in ``views``."""
     rank = own_rank()
     readers = [other for other, view in enumerate(views) if view == views[rank]]
     shares = assign_shards([entry.bytes for _, entry in shards], len(readers))

@@ -140,7 +140,7 @@ def _started(start_from: str, model: ModelConfig) -> RunOrigin:
 
 
 def find_extra_files(origin: RunOrigin) -> StaticFiles | None:
-    """Return other parts' files in the checkpoint that a run continues from; None if there are none."""
+    """Return the imported model's extra files in the checkpoint that a run continues from; None if there are none."""
     if origin.folder is None:
         return None
     files = CheckpointReader(origin.folder).manifest["files"]

@@ -125,11 +125,11 @@ class TrainingRun:
         return expert_layers(self.model)
 
     def place(self, documents: PackedDocuments) -> Share:
-        """Return this rank's share of a micro-batch's tokens with these documents."""
+        """Return this rank's shard of a micro-batch's tokens with these documents."""
         return share_of(documents, self.config, self.mesh)
 
     def place_source(self, documents: PackedDocuments) -> Share:
-        """Return this rank's share of a micro-batch's source tokens."""
+        """Return this rank's shard of a micro-batch's source tokens."""
         return share_of(documents, self.config, self.mesh, of_source=True)
 
     def first_tokens(self, rows: Sequence[int]) -> tuple[int, ...]:

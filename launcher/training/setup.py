@@ -60,7 +60,7 @@ def build_run(requested: RunConfig, device: torch.device, stop: StopRequest | No
     config, choices = on_rank_0(lambda: _resolved(resolved, machine, loader, has_held_out=validation is not None))
     for choice in choices:
         say_choice(choice)
-    # The others wait: only rank 0 needs a first block of rows now.
+    # The others wait: only rank 0 needs a first epoch block now.
     expected = on_rank_0(lambda: say_start(config, model, device, origin, loader, mesh=mesh))
     origin = converted(origin, folder)
     extra_files = None

@@ -37,7 +37,7 @@ class Start:
     """Free memory: on one GPU, or on the CPU for all ranks on the machine."""
     free_disk_bytes: int
     packing: PackReport
-    """Rows per epoch and their padding: counted, or estimated from its first block."""
+    """Rows per epoch and their padding: counted, or estimated from its first epoch block."""
     source_estimate: MixtureEstimate | None = None
     """Tokens taken from each source in a mixture; None for one folder."""
     degrees: list[Degrees] = field(default_factory=list)

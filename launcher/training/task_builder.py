@@ -79,7 +79,7 @@ def batch_layout(
 
 
 def share_of(documents: PackedDocuments, config: ResolvedConfig, mesh: Mesh, *, of_source: bool = False) -> Share:
-    """Return this rank's share of a micro-batch's tokens with these documents, or of its source's.
+    """Return this rank's shard of a micro-batch's tokens with these documents, or of its source's.
 
     ``config`` has its layout resolved.
     """

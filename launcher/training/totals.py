@@ -34,7 +34,7 @@ class StepTotals:
 
     @property
     def finite(self) -> bool:
-        """True if all parts of the loss are finite."""
+        """True if all terms of the loss are finite."""
         return all(map(math.isfinite, self.sums.values()))
 
     def non_finite_routers(self, layers: Sequence[int]) -> list[str]:
@@ -66,7 +66,7 @@ class StepSums:
             self._sums = tuple(a + b for a, b in zip(self._sums, own, strict=True))
 
     def finite(self) -> bool:
-        """Return True if this rank's parts of the loss and its router logits are finite. Waits for the device."""
+        """Return True if this rank's loss sums and router logits are finite. Waits for the device."""
         assert self._sums is not None
         scalars, _, diagnostics = self._sums
         return bool(scalars.isfinite().all()) and not RouterDiagnostics._make(diagnostics).non_finite_tokens.any()

@@ -155,7 +155,7 @@ class TrainStep:
 
 
 def _model_flops(run: TrainingRun, data: StepData) -> float:
-    """Return this rank's part of the step's model FLOPs: the context group's FLOPs, divided among its ranks."""
+    """Return this rank's portion of the step's model FLOPs: the context group's FLOPs, divided among its ranks."""
     # From the full batch: a causal shard's attention depends on tokens on other ranks.
     head_share = run.config.head_share
     micro_batches = zip(data.lengths, data.source_lengths, strict=True)

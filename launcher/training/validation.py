@@ -53,7 +53,7 @@ def validate(
         if should_stop():
             return None
         batch = shard.unpack(device, task.prepare)
-        # float64 on the CPU: in float32 bincount loses a token's share once a bin holds millions of them.
+        # float64 on the CPU: in float32 bincount loses a token's loss once a bin holds millions of them.
         nll = task.token_nll(batch).flatten().double().cpu()
         targets, positions = (x.flatten().cpu() for x in (batch.targets, batch.positions))
         is_target = targets != IGNORED_TARGET

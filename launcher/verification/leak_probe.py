@@ -60,7 +60,7 @@ class LeakProbe:
         shard = shard_batch(self._with_targets(stream, stream.document_ids >= 0), self.config, self.mesh)
         task = self.engine.model
         own = task.token_nll(task.prepare(shard.to(self.device))).float().cpu()
-        # Data ranks hold the same rows: join only this group's parts, in context order.
+        # Data ranks hold the same rows: join only this group's shards, in context order.
         parts = gather_objects((self.mesh.data_rank, self.mesh.context_rank, own))
         mine = [part for data_rank, _, part in sorted(parts, key=_place) if data_rank == self.mesh.data_rank]
         whole = shard.placement.join(mine, 1)

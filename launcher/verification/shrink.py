@@ -11,7 +11,7 @@ from launcher.config.resolved import ResolvedConfig
 from longctx.config import ModelConfig
 
 TOKENS_A_RANK = 256
-"""Most tokens per row and rank: several kernel blocks, few enough for one process to hold all."""
+"""Most tokens per row and rank: several kernel tiles, few enough for one process to hold all."""
 LEAST_TOKENS = 16
 """Fewest tokens per row, if the run has as many: a row has several documents, and one spans ranks."""
 WIDTH, FFN_WIDTH, EXPERT_WIDTH, VOCABULARY = 256, 512, 64, 4096
@@ -31,7 +31,7 @@ class Shrunk:
 def shrink(config: ResolvedConfig, world_size: int) -> Shrunk:
     """Return the config with a small model and short rows.
 
-    Degrees, layout, transport, kernel, heads, ZeRO, dtype, chunk count and all loss parts are unchanged. No value
+    Degrees, layout, transport, kernel, heads, ZeRO, dtype, chunk count and all loss terms are unchanged. No value
     grows.
     """
     context, micro_batches = config.parallel.context, config.micro_batches(world_size)

@@ -146,7 +146,7 @@ class Rope:
         return base
 
     def scale(self) -> float:
-        """Return the factor on cosines and sines; its square scales the rotated channels' share in every score."""
+        """Return the factor on cosines and sines; its square scales the rotated channels' term in every score."""
         if self.attention_factor:
             return self.attention_factor
         if self.kind == "yarn":

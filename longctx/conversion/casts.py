@@ -61,7 +61,7 @@ def lossy_casts(before: Mapping[str, torch.dtype], after: Mapping[str, torch.dty
 
 
 def read_master(reader: CheckpointReader, name: str, dtype: torch.dtype, *, is_exact: bool = False) -> Tensor:
-    """Read a checkpoint tensor, cast to ``dtype``; in addition to the result, memory holds one block.
+    """Read a checkpoint tensor, cast to ``dtype``; in addition to the result, memory holds one range of its values.
 
     Raise CheckpointError if a value would become infinite, or if ``is_exact`` is set and a value would change.
     """

@@ -75,7 +75,7 @@ def save_master_weights(
 
 
 def _file_entry(path: Path) -> dict[str, Any]:
-    """Return a file's manifest entry; only files that are read in parts have block hashes."""
+    """Return a file's manifest entry; only files that are read in ranges have hashes per checksum block."""
     entry = describe_file(path)
     # A tokenizer is small and read in full: one hash is enough.
     if path.suffix != ".safetensors":

@@ -225,7 +225,7 @@ def check_logits(
 def logit_distance(p_TV: Tensor, q_TV: Tensor, block: int = 32) -> tuple[float, float]:
     """Return the largest logit difference and the largest per-token KL(p ‖ q) in nats, both in float64."""
     errors, divergences = [], []
-    # In blocks: float64 logits for all tokens would take more memory than the model.
+    # In token ranges: float64 logits for all tokens would take more memory than the model.
     for p, q in zip(p_TV.split(block), q_TV.split(block), strict=True):
         p, q = p.double(), q.double()
         errors.append((p - q).abs().max())
@@ -303,7 +303,7 @@ def _transformers_logits(
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
             raise CheckpointError(f"transformers cannot load {folder}: {first_line}") from error
         tokens_BT = tokens_T[None]
-        # Odd, so that the second pass sums in other blocks.
+        # Odd, so that kernels split the second pass's sums differently.
         cut = len(tokens_T) * 2 // 5 | 1
         call = partial(model, tokens_BT)
         if source_S is not None:
@@ -335,7 +335,7 @@ def _in_two_passes(model: Any, tokens_BT: Tensor, cut: int) -> Tensor:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Suppress transformers' progress bars and warnings within the block."""
+    """Suppress transformers' progress bars and warnings within the ``with`` block."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -351,7 +351,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def bytes_needed(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -> int:
-    """Return the bytes for one model, three float32 copies of the logits, some float64 blocks, and activations."""
+    """Return the bytes for one model, three float32 copies of the logits, some rows in float64, and activations."""
     tokens = min(NUM_TOKENS, config.max_positions)
     # Activations per token: residual stream, eager attention scores, and the widest FFN.
     width = 8 * config.hidden_size + 4 * config.num_heads * tokens + 4 * widest_ffn(config)

@@ -133,7 +133,7 @@ class EvaluationTask(ABC):
 
 def tokens_for_answer(task: EvaluationTask, setting: Setting) -> int:
     """Return the tokens that a prompt reserves for the answer."""
-    # RULER's numbers suit its tokenizers; one with small pieces needs more for the same answer.
+    # RULER's numbers suit its tokenizers; one with shorter tokens needs more for the same answer.
     if setting.answer_tokens is not None:
         return setting.answer_tokens
     return task.answer_tokens

@@ -5,7 +5,7 @@ float32 (exact logits, and several times faster on processors without bfloat16 i
 logits rounded to 8 bits as in any bfloat16 head; everything between the matmuls is float32 in either case. On CUDA the
 weight's gradient accumulates bfloat16 matmuls in float32 and is rounded once at the end.
 
-Axes: N tokens, n tokens of one chunk, r of one block, M model width, V vocabulary.
+Axes: N tokens, n tokens of one chunk, r of one row block, M model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _CHUNK_ELEMENTS = 1 << 24
 _CHUNK_ELEMENTS_OF_GPU = 1 << 29
 """The same on an accelerator: 1 GiB in bfloat16. A thousand tokens neither saturate it nor hide the accumulation."""
 _BLOCK_ELEMENTS = 1 << 18
-"""Elements per block and thread on a CPU: 1 MiB in float32, the L2 cache of a server core."""
+"""Elements per row block and thread on a CPU: 1 MiB in float32, the L2 cache of a server core."""
 _BLOCK_ELEMENTS_OF_GPU = 1 << 27
-"""Elements per block on an accelerator: 512 MiB in float32, with a few copies alive at a time."""
+"""Elements per row block on an accelerator: 512 MiB in float32, with a few copies alive at a time."""
 TILE_ELEMENTS = 1 << 21
 """Weight elements converted at a time if matmuls use another dtype: 8 MiB in float32."""
 
@@ -355,7 +355,7 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add a part with another dtype to the total in place; without a total, return the part in ``dtype``."""
+    """Add a partial sum with another dtype to the total in place; without a total, return it in ``dtype``."""
     if total is None:
         return part.to(dtype)
     # PyTorch converts a full operand before adding; block by block, the converted copy stays in the cache
@@ -415,7 +415,7 @@ def _gradient_of_logits_(
 def whole_losses(
     logits_nV: Tensor, targets_n: Tensor, options: LossOptions, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``losses_`` without blocks and without writing to the logits.
+    """Compute ``losses_`` without row blocks and without writing to the logits.
 
     For use under a compiler, which fuses instead. Without ``with_gradient`` the second result is empty.
     """
@@ -429,7 +429,7 @@ def whole_losses(
 def _block_losses_(
     logits_rV: Tensor, targets_r: Tensor, options: LossOptions, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute one block's losses, largest logits and exponential sums, and, in place, its gradient."""
+    """Compute one row block's losses, largest logits and exponential sums, and, in place, its gradient."""
     # With p the softmax and f the derivative of scale and cap, a logit's gradient is f · ((1 + 2 · z_loss · lse) · p −
     # label_smoothing / V − (1 − label_smoothing) · [it is the target's]).
     smoothing, z_loss = options.label_smoothing, options.z_loss

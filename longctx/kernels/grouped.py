@@ -3,7 +3,7 @@
 An assignment is a token and one of its experts.
 
 Axes: N tokens, k experts per token, R assignments sorted by expert, E experts, I and O a matmul's input and output
-width; n blocks, b rows of a block.
+width; n row blocks, b rows of each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from longctx.kernels.processor import MatmulMode
 _WORD_BYTES = 16
 """CUDA's grouped matmul reads words this long."""
 _ROWS = 256
-"""Rows per block: copying a weight takes less time than multiplying this many rows by it."""
+"""Rows in a row block: copying a weight takes less time than multiplying this many rows by it."""
 _COPIED_VALUES = 1 << 26
 """Weight values copied at a time: 256 MB in float32."""
 

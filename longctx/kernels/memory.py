@@ -111,7 +111,7 @@ def lock_pages(x: Tensor, device: torch.device) -> Callable[[], None]:
 
 def trim_heap() -> None:
     """Return freed heap pages to the system, if the C library supports it (glibc)."""
-    # The library keeps such pages between memory in use, a little more after each large piece of work. The call takes
+    # The library keeps such pages between memory in use, a little more after each large computation. The call takes
     # milliseconds, longer if much was freed: pages needed again are faulted in again.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

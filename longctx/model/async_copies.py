@@ -162,7 +162,7 @@ class HostTensor:
         return mark
 
     def _pairs(self, tokens: slice, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield page parts with the matching parts of x, as bytes."""
+        """Yield page ranges with the matching ranges of x, as bytes."""
         whole = tokens.start == 0 and tokens.stop == self._shape[1] and x.is_contiguous()
         rows, token_bytes = x.detach(), self._row_bytes // max(1, self._shape[1])
         # Tokens in different rows are not adjacent on the host.

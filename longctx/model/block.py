@@ -55,7 +55,7 @@ class LayerCall:
     by_chunks: Callable[[Block, Tensor, RotaryTable | None, LayerCall], tuple[Tensor, ...]] | None = None
     """Runs the layer one token chunk at a time; its input is then the handle to a residual stream."""
     only_graph: bool = False
-    """True in a second run if backward does not read the layer's output."""
+    """True in a recomputation if backward does not read the layer's output."""
     run: RegionRunner = call_function
     """Calls the block's parts on both sides of the core, eager or compiled."""
     cross: CrossCall | None = None
@@ -110,7 +110,7 @@ class Block(nn.Module):
         """
         if call.by_chunks is not None:
             return call.by_chunks(self, x_BtM, table, call)
-        # A cache grows with every run, so a layer that fills one runs once.
+        # A cache grows with every forward, so a layer that fills one is never recomputed.
         if call.cache is not None or not torch.is_grad_enabled():
             return self._run(x_BtM, table, call, None)
         if call.store is None:

@@ -1,4 +1,4 @@
-"""RecomputeCache: a layer's first-run results, saved for its recomputation."""
+"""RecomputeCache: results from a layer's first forward, saved for its recomputation."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from longctx.model.activation_offload import HostStore, Keep, on_device
 
 _PARTS = {"attention": ("attention", "cross", "routing", "experts"), "inputs": ("routing",)}
 """Parts that each recompute mode saves in addition to a layer's input. Expert ids take few bytes, and must be equal in
-both runs however the scores are rounded."""
+forward and recomputation however the scores are rounded."""
 
 
 # Selective activation checkpointing (Chen et al., arXiv 1604.06174; Korthikanti et al., arXiv 2205.05198).
 # Checkpointing runs a layer's forward a second time in backward. Attention, router and experts call ``load`` first: the
-# second run receives the first run's results, so that it repeats neither kernels nor communication. Invariant: the
-# first run saves each kept part once, and one backward pass takes it once.
+# second forward receives the first one's results, so that it repeats neither kernels nor communication. Invariant: the
+# first forward saves each kept part once, and one backward pass takes it once.
 class RecomputeCache(AbstractContextManager):
-    """Results that one layer computed or received, from its first run to its second.
+    """Results that one layer computed or received, from its first forward to its recomputation.
 
     They are attention's output and log-sum-exp, the tokens' expert ids and the experts' output.
     """
@@ -35,8 +35,8 @@ class RecomputeCache(AbstractContextManager):
         """Create an empty cache.
 
         ``keep`` selects the saved parts, among the modes that recompute. ``put`` stores a tensor and returns an object
-        for ``on_device``; None keeps tensors on the device. With ``by_chunks`` the second run is a graph of its own,
-        and does not refill the first one's.
+        for ``on_device``; None keeps tensors on the device. With ``by_chunks`` the recomputation is a graph of its own,
+        and does not refill the first forward's.
         """
         self._parts = _PARTS[keep]
         self._put = put
@@ -48,17 +48,17 @@ class RecomputeCache(AbstractContextManager):
 
     def of_cross(self) -> RecomputeCache:
         """Return a view of this cache for the layer's second core, which reads a source."""
-        # Made within one run of the layer, so both agree on whether it is the second.
+        # Made within one forward of the layer, so both agree on whether it is the recomputation.
         view = copy(self)
         view._core = "cross"
         return view
 
     def keeps(self, of: str) -> bool:
-        """Return whether a part's results are saved; the second run computes the others again."""
+        """Return whether a part's results are saved; the recomputation computes the others again."""
         return of in self._parts
 
     def load(self, of: str | None = None) -> tuple[Tensor, ...] | None:
-        """Pop the first run's results for a part; return None if they must be computed.
+        """Pop the first forward's results for a part; return None if they must be computed.
 
         Without a part's name the calling core's is used. Raise ConfigError if they were popped before: the graph is
         differentiated a second time.
@@ -71,11 +71,11 @@ class RecomputeCache(AbstractContextManager):
                 f"recomputation saves {of}'s results for one backward pass, and this is a second one through the "
                 "same graph. Run forward again, or set keep='all' to use retain_graph=True."
             )
-        # Popped, not held: the second run's graph frees the tensors as backward passes them.
+        # Popped, not held: the recomputation's graph frees the tensors as backward passes them.
         return tuple(on_device(x) for x in self._saved.pop(of))
 
     def save(self, *tensors: Tensor, of: str | None = None) -> None:
-        """Save a part's results for the second run, detached; ignore parts that are not kept."""
+        """Save a part's results for the recomputation, detached; ignore parts that are not kept."""
         of = of or self._core
         if not self.keeps(of) or self.recomputing:
             return
@@ -85,7 +85,7 @@ class RecomputeCache(AbstractContextManager):
         self._saved[of] = tuple(detached)
 
     def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Return contexts for the first and the second run, for ``checkpoint``'s ``context_fn``."""
+        """Return contexts for the first forward and the recomputation, for ``checkpoint``'s ``context_fn``."""
         return nullcontext(), self
 
     # May be entered again, so that a second backward reaches ``load``'s own message.
@@ -93,13 +93,13 @@ class RecomputeCache(AbstractContextManager):
         self.recomputing = True
 
     def __exit__(self, *_: object) -> None:
-        self.recomputing = False  # also after the exception by which checkpoint stops a run early
+        self.recomputing = False  # also after the exception by which checkpoint stops a recomputation early
 
 
 def saved_values(x: Tensor, recompute_cache: RecomputeCache, *, of: str) -> Tensor:
-    """Return x, and save its values in the first run.
+    """Return x, and save its values in the first forward.
 
-    The second run returns the saved values with the history of its own x.
+    The recomputation returns the saved values with the history of its own x.
     """
     known = recompute_cache.load(of=of)
     if known is None:

@@ -95,7 +95,7 @@ def apply_rotary(
     """Rotate the first 2·C channels by the table's angles, in the table's dtype; return the result in x's.
 
     Channel c rotates with channel c + C, or if ``interleaved`` channel 2c with 2c + 1. With ``only_graph`` no value is
-    computed and the result is NaN: for a second run, if backward reads no rotated value.
+    computed and the result is NaN: for a recomputation, if backward reads no rotated value.
     """
     if not torch.is_grad_enabled():
         return _rotate(x_BtHD, cos, sin, interleaved)

@@ -101,13 +101,13 @@ class Task(nn.Module):
     def prepare(self, stream: Stream) -> Batch:
         """Build a stream's batch: create the targets on the stream's device.
 
-        The stream only has this rank's tokens, each with the next one (``following``), and its runs may end anywhere.
+        The stream only has this rank's tokens, each with the next one (``following``), and its spans may end anywhere.
         Data from farther away needs a callable from ``build_objective``, which makes this call collective.
         """
         raise NotImplementedError
 
     def denominators(self, batch: Countable) -> dict[str, int]:
-        """Return this rank's share of the counts that divide its terms, including ``tokens`` (without padding).
+        """Return this rank's portion of the counts that divide its terms, including ``tokens`` (without padding).
 
         A run calls this before ``prepare``, on the CPU, so the counts depend only on the compact batch.
         """

@@ -1,1 +1,1 @@
-"""Tensor files: a reader that treats them as untrusted, and writers that buffer a single block."""
+"""Tensor files: a reader that treats them as untrusted, and writers with bounded buffers."""

@@ -1,4 +1,4 @@
-"""Read files in blocks, hashing each block before any of its bytes is used."""
+"""Read files in checksum blocks, hashing each block before any of its bytes is used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from longctx.errors import CheckpointError
 from longctx.files import size_problem
 
 BLOCK_BYTES = 4 << 20
-"""Bytes per hashed block; the last block may be shorter."""
+"""Bytes per checksum block; the last block may be shorter."""
 HASH_HEX_LENGTH = 32
 """Hex digits in an xxh3-128."""
 _DISK_PREFETCH, _CACHE_PREFETCH = 8, 2
@@ -33,7 +33,7 @@ def num_blocks(num_bytes: int) -> int:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Return a piece file's manifest entry: its size, its hash and its block hashes, all xxh3-128."""
+    """Return a file's manifest entry: its size, its hash and its block hashes, all xxh3-128."""
     whole, blocks, size = xxhash.xxh3_128(), [], 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):

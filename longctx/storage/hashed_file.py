@@ -1,7 +1,7 @@
 """Write and read checkpoint files past the page cache, hashing on the way.
 
-Several blocks are in flight at a time, because one cannot saturate a fast disk. Without direct I/O in the file system,
-the page cache is used.
+Several checksum blocks are in flight at a time, because one cannot saturate a fast disk. Without direct I/O in the file
+system, the page cache is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from longctx.storage.hashed_blocks import BLOCK_BYTES, fill_block, open_file
 ALIGNMENT = 4096
 """Direct I/O requires addresses, offsets and lengths in multiples of a disk sector; no disk has larger sectors."""
 BLOCKS = 4
-"""Concurrent transfers, one hashed block each: bounds the memory per file."""
+"""Concurrent transfers, one checksum block each: bounds the memory per file."""
 
 
 # A checkpoint is written once, and read only after the run: in the page cache it would take memory, and copy time, away

@@ -63,7 +63,7 @@ class SafetensorsFile:
 
     Raise CheckpointError, naming the file and if possible the tensor, for a header longer than the file or its limits,
     a duplicate key, ranges past the end, ranges that overlap or leave gaps, and shapes that do not match their range;
-    with ``hashes``, also for every changed block.
+    with ``hashes``, also for every changed checksum block.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class SafetensorsWriter:
         return self._header_bytes + _entry_bytes(name) <= RESERVED_BYTES
 
     def add(self, name: str, dtype: torch.dtype, shape: Sequence[int], values: Iterable[Tensor]) -> None:
-        """Write a tensor given as CPU pieces, with its flattened values in order."""
+        """Write a tensor given as CPU tensors that hold its flattened values in order."""
         start = self.data_bytes
         for piece in values:
             content = content_of(piece.to(dtype))
@@ -317,7 +317,7 @@ class SafetensorsShardWriter:
         self.add_flat(name, tensor.reshape(-1), tensor.dtype, tuple(tensor.shape))
 
     def add_flat(self, name: str, values: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Add a tensor by its flattened values, cast to ``dtype`` one block at a time."""
+        """Add a tensor by its flattened values, cast to ``dtype`` one range at a time."""
         if values.numel() != torch.Size(shape).numel():
             raise ValueError(f"{name}: {values.numel()} values for shape {shape}")
         num_bytes = values.numel() * dtype.itemsize

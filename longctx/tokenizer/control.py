@@ -69,7 +69,7 @@ class TokenSpans:
 
 
 class Chunk(NamedTuple):
-    """Part of a document that is encoded separately."""
+    """Text chunk: part of a document that is encoded separately."""
 
     text: str
     is_first: bool

@@ -1,8 +1,8 @@
 """Export from SentencePiece to Hugging Face's fast tokenizer files.
 
-Our own models are written with real spaces in their pieces. They need no normaliser then, and U+2581 itself in a text
-falls back to its three bytes, as in training data. Other models keep SentencePiece's spelling of spaces, with the
-normaliser and the leading space that their own file requests.
+Our own models are written with real spaces in their vocabulary pieces. They need no normaliser then, and U+2581 itself
+in a text falls back to its three bytes, as in training data. Other models keep SentencePiece's spelling of spaces, with
+the normaliser and the leading space that their own file requests.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _prefix_step(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
     """Return the step that puts a space before a text that user-defined symbols may cut."""
     if not tokenizer.normalizer.add_dummy_prefix or not tokenizer.user_defined:
         return None
-    # A normaliser would put a space before each part.
+    # A normaliser would put a space before each part of the text.
     return {"type": "Metaspace", "replacement": SPACE_MARK, "prepend_scheme": "first", "split": False}
 
 

@@ -1,7 +1,7 @@
 """Tokenizer for Hugging Face's ``tokenizer.json``, encoded by the ``tokenizers`` library itself.
 
 Special tokens spelt in a text stay text, as with transformers' ``split_special_tokens=True``. Some models would still
-choose a special token's own vocabulary entry for its spelling (a Unigram does). Such a chunk is encoded again with
+choose a special token's own vocabulary entry for its spelling (a Unigram does). Such a text chunk is encoded again with
 entries that no text can spell.
 """
 

@@ -23,11 +23,11 @@ MOST_GROWTH = 256
 _MOST_STEPS = 256
 """Maximum steps in each; published tokenizers have at most ten."""
 MOST_AFFIX = 64
-"""Maximum characters in a prefix or suffix that the model adds to a word piece, for each piece that it tries."""
+"""Maximum characters in a prefix or suffix that the model adds to a word piece, for each word piece that it tries."""
 MOST_WORD = 256
 """Maximum characters in a word for WordPiece, with time cubic in this number. Published tokenizers have 100."""
 MOST_PIECE = 512
-"""Maximum characters in a Unigram piece, which is tried at each character of a text. Trained pieces have 16."""
+"""Maximum characters in a Unigram vocabulary piece, tried at each character of a text. Trained pieces have 16."""
 _PARTS = (
     ("normalizer", "normalizers"),
     ("pre_tokenizer", "pretokenizers"),
@@ -88,7 +88,7 @@ def library_faults(path: Path) -> Iterator[None]:
 
 
 def _steps(step: Any, list_name: str, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield a part's steps, including those in nested sequences."""
+    """Yield a section's steps, including those in nested sequences."""
     if not isinstance(step, dict) or depth > _MOST_STEPS:
         return
     inner = step.get(list_name)
@@ -138,7 +138,7 @@ def _pre_tokenizer_growth(step: dict[str, Any]) -> float:
     """Return the maximum characters that a step makes from one; steps that only cut add no characters."""
     if step.get("type") == "ByteLevel":
         return 4.0 + (step.get("add_prefix_space") is not False)
-    # The prefix precedes each part, and a part may be one character.
+    # The prefix precedes each part of the text, and such a part may be one character.
     return 2.0 if step.get("type") == "Metaspace" else 1.0
 
 

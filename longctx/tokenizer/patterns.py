@@ -1,6 +1,6 @@
 """Regular expressions in an untrusted tokenizer.json: their shortest match, and their running time.
 
-The library matches by backtracking. ``(a+)+$`` tries 2ⁿ ways for a run of n letters: the library panics after ten
+The library matches by backtracking. ``(a+)+$`` tries 2ⁿ ways for n consecutive letters: the library panics after ten
 million, in a tenth of a second. Three stars in a row take n³ steps and never panic. So patterns slower than quadratic
 are found by running them once, at load time.
 """
@@ -19,15 +19,15 @@ import tokenizers
 from longctx.errors import DataError
 
 _RUN_CHARACTERS = (32, 64, 128, 256, 512, 1024)
-"""Run lengths to try: each costs a few times as much as the previous one, and no more."""
+"""Lengths of the repetition to try: each costs a few times as much as the previous one, and no more."""
 _MOST_SECONDS = 1.0
-"""CPU time limit per run, valid on machines ten times slower too.
+"""CPU time limit per text, valid on machines ten times slower too.
 
 Published expressions take half a thousandth of it, and quadratic ones a hundredth.
 """
 _MOST_LETTERS = 8
 _TAIL = "\x01"
-"""End of a run that prevents a match over the full run."""
+"""Character after the repeated ones, which prevents a match over all of them."""
 
 
 def shortest_match(pattern: str) -> int:
@@ -42,7 +42,7 @@ def shortest_match(pattern: str) -> int:
 
 
 def check_patterns(fast: tokenizers.Tokenizer, content: dict[str, Any], path: Path) -> None:
-    """Raise DataError for regular expressions slower than quadratic in the length of a run."""
+    """Raise DataError for regular expressions slower than quadratic in the text length."""
     normalizer: Any = fast.normalizer
     pre_tokenizer: Any = fast.pre_tokenizer
     decoder: Any = fast.decoder
@@ -51,7 +51,7 @@ def check_patterns(fast: tokenizers.Tokenizer, content: dict[str, Any], path: Pa
         "pre_tokenizer": lambda text: pre_tokenizer.pre_tokenize_str(text),
         "decoder": lambda text: decoder.decode([text]),
     }
-    # One part at a time, so that the error names it.
+    # One section of tokenizer.json at a time, so that the error names it.
     for part, action in actions.items():
         patterns = list(_patterns(content.get(part)))
         if patterns:
@@ -60,9 +60,9 @@ def check_patterns(fast: tokenizers.Tokenizer, content: dict[str, Any], path: Pa
 
 
 def _try(action: Callable[[str], object], unit: str, part: str, path: Path) -> None:
-    """Raise DataError if runs of a text take too long."""
+    """Raise DataError if repetitions of ``unit`` take too long."""
     for length in _RUN_CHARACTERS:
-        # Backtracking is worst when a long run almost matches.
+        # Backtracking is worst when a long repetition almost matches.
         text = (unit * length)[:length] + _TAIL
         # Time in this thread only: others may use the processor.
         begin = time.thread_time()
@@ -82,7 +82,7 @@ def _units(patterns: list[str]) -> list[str]:
 
 
 def _patterns(part: Any, depth: int = 0) -> Iterator[str]:
-    """Yield a part's regular expressions."""
+    """Yield a section's regular expressions."""
     if isinstance(part, dict) and depth < 200:
         for name, inner in part.items():
             if name == "Regex" and isinstance(inner, str):

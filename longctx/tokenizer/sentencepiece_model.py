@@ -38,7 +38,7 @@ DOCUMENT_END = "<|document_end|>"
 PADDING = "<|padding|>"
 
 OWN_CHUNK_CHARACTERS = 1 << 20
-"""Chunk size for models that we train; changing it would change ids at the cuts in a long document."""
+"""Text chunk size for models that we train; changing it would change ids at the cuts in a long document."""
 
 _QUICK_CHARACTERS = 1 << 15
 """Characters passed to the library at once if the text can be cut without changing an id."""
@@ -97,12 +97,12 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def has_byte_fallback(self) -> bool:
-        """True if a character without a piece becomes its bytes."""
+        """True if a character without a vocabulary piece becomes its bytes."""
         return self.processor.is_byte(self.processor.piece_to_id("<0x00>"))
 
     @cached_property
     def user_defined(self) -> list[int]:
-        """Pieces that text becomes whenever it spells them (``user_defined_symbols``)."""
+        """Vocabulary pieces that text becomes whenever it spells them (``user_defined_symbols``)."""
         return [i for i, piece in enumerate(self._proto.pieces) if piece.type == _USER_DEFINED]
 
     def cut(self, text: str, chunk_characters: int | None = None) -> Iterator[Chunk]:
@@ -200,7 +200,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Encode chunks with the space mark as its three bytes, which decode to itself."""
         mark = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         pieces: list[str] = []
-        # For each text its piece numbers, and None for a mark.
+        # For each text the indices of its text chunks in ``pieces``, and None for a mark.
         rows: list[list[int | None]] = []
         for text in texts:
             row: list[int | None] = []
@@ -213,7 +213,7 @@ class SentencePieceTokenizer(Tokenizer):
                     pieces.append(piece.text)
             rows.append(row)
         threads = _num_threads(pieces, self.threads)
-        # One call for all pieces: the library encodes them on all cores.
+        # One call for all text chunks: the library encodes them on all cores.
         encoded = self.processor.encode(pieces, return_type="numpy", num_threads=threads)
         if self.model_type == "words":
             space = self.processor.piece_to_id("<0x20>")

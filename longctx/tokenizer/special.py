@@ -27,7 +27,7 @@ GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "config.json"
 
 _MOST_VALUES = 16_000_000
-"""Maximum values in a tokenizer.json: a million pieces, and as many merges in pairs, have a third of it."""
+"""Maximum values in a tokenizer.json: a million vocabulary pieces, and as many merges in pairs, have a third of it."""
 
 _UNFRAMED_CLASS = "GPTNeoXTokenizer"
 """transformers class that rebuilds the frame without begin and end."""

@@ -1,4 +1,4 @@
-"""Chunking of long texts: bounds memory and gives the same ids as the full text.
+"""Cut long texts into text chunks: bounds memory and gives the same ids as the full text.
 
 A cut between two characters changes no id if the tokenizer certainly cuts there itself:
 
@@ -22,7 +22,7 @@ from longctx.tokenizer.tokenizer_base import Chunk
 
 CHUNK_CHARACTERS = 1 << 18
 LIMIT_CHARACTERS = 1 << 22
-"""Maximum chunk length if no point is certain."""
+"""Maximum text chunk length if no point is certain."""
 
 SPACE_MARK = "\u2581"
 """Character that SentencePiece writes for a space; it reads the character itself back as a space."""

@@ -33,9 +33,9 @@ class Tokenizer(SpanSupport, ABC):
     kind: str
     """Encoding library and model type, for display."""
     threads = -1
-    """Threads for a group of chunks in SentencePiece; −1 is one per core. ``tokenizers`` obeys RAYON_NUM_THREADS."""
+    """SentencePiece threads for a group of text chunks; −1 is one per core. ``tokenizers`` obeys RAYON_NUM_THREADS."""
     continuation_prefix = ""
-    """Prefix of pieces that continue a word (WordPiece); empty if pieces contain spaces."""
+    """Prefix of vocabulary pieces that continue a word (WordPiece); empty if pieces contain spaces."""
     rows: int | None = None
     """Embedding rows in the model that reads the ids; None without a model."""
 

@@ -89,8 +89,8 @@ class ContextParallelPlan:
         ``problem`` is an error that the caller found on this rank. Raise ConfigError on every rank if one has a
         problem, ClusterError if ranks mismatch or one times out.
         """
-        # Pieces that are neighbours on a rank may be far apart in their document, so biases need each piece's distance.
-        # The flag is set before the comparison, but excluded from the digest: it changes no message.
+        # Segments that are neighbours on a rank may be far apart in their document, so biases need each segment's
+        # distance. The flag is set before the comparison, but excluded from the digest: it changes no message.
         if {"alibi", "relative_bias"} & set(shapes.rules):
             schedule = schedule.with_relative_positions()
         plan = None

@@ -161,7 +161,7 @@ def _every_segment(states: StatePlan, rank: int) -> list[SplitSegment]:
     found: list[SplitSegment] = []
     row, ends = 0, states.ends[rank]
     for run in states.layout.rank_runs(rank):
-        # Adjacent runs merge into one segment: then no segment starts at this row.
+        # Adjacent token spans merge into one segment: then no segment starts at this row.
         if row in ends[:-1]:
             found.append(SplitSegment(document=0, start=run.start, segment=ends.index(row)))
         row += run.count

@@ -106,7 +106,7 @@ def updated(
 
 def is_elementwise(device: torch.device) -> bool:
     """Return True if updating parts, cut anywhere, gives the same bits as updating the full tensor."""
-    # Longer than one thread's share in any kernel, with a tail that does not fill a vector.
+    # Longer than one thread's range in any kernel, with a tail that does not fill a vector.
     count = 1 << 15 | 3
     values = [_numbers(count, seed, device) for seed in (1, 2, 3)]
     values.append(_numbers(count, 4, device).abs())

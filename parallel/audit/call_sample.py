@@ -13,7 +13,7 @@ from parallel.audit.bits import BitDifference
 from parallel.audit.tensor_copies import Copied, insert_tensors
 
 Kind = Literal["product", "attention", "update"]
-"""Audited parts of a step: a matmul, an attention kernel call, or an AdamW update of some weights."""
+"""Audited operations in a step: a matmul, an attention kernel call, or an AdamW update of some weights."""
 
 
 UPDATE = "longctx::adamw"

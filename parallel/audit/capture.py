@@ -27,7 +27,7 @@ _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 OPERATORS: dict[Kind, frozenset[str]] = {
     "product": frozenset({f"aten::{name}" for name in _ATEN_MATMUL} | {"longctx::multiply"}),
     # Local attention is one custom operator; in a ring the kernel calls PyTorch's. CUDA's backward kernels are
-    # excluded: most add blocks in completion order, with different bits each time.
+    # excluded: most add thread blocks' results in completion order, with different bits each time.
     "attention": frozenset({"longctx::attention_forward", _CPU_ATTENTION, f"{_CPU_ATTENTION}_backward"}),
 }
 """Audited operators, by name without overload. An expert block counts as a matmul, whichever rank holds it."""

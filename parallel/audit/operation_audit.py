@@ -45,7 +45,7 @@ Named = Callable[[], Iterable[tuple[str, Tensor]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Audited:
-    """The parts of a run that are audited."""
+    """A training run's device, dtype, attention kernel, weights and optimizer, for the audit."""
 
     device: torch.device
     dtype: torch.dtype
@@ -97,7 +97,7 @@ class OperationAudit:
 
     @contextmanager
     def capturing(self, step: int, *, update: bool) -> Iterator[None]:
-        """Copy a call from the step's forward and backward, or from its ``update``, if that part is audited."""
+        """Copy a call from the step's forward and backward, or from its ``update``, if that phase is audited."""
         kind = self.kind_of(step)
         if kind is None or update != (kind == "update"):
             yield
@@ -118,7 +118,7 @@ class OperationAudit:
         self._samples = capture.samples
 
     def finish(self, step: int, *, update: bool) -> list[Mismatch]:
-        """Have other ranks repeat this part's calls, and return mismatches; equal on every rank. Collective."""
+        """Have other ranks repeat this phase's calls, and return mismatches; equal on every rank. Collective."""
         kind = self.kind_of(step)
         if kind is None or update != (kind == "update"):
             return []

@@ -158,10 +158,9 @@ class Communicator:
         out: Tensor | None = None,
         is_async: bool = True,
     ) -> PendingTensors:
-        """Start sending each rank its part of ``sent``, and receiving this rank's part from each, in group order.
+        """Start sending each rank its rows of ``sent``, and receiving this rank's rows from each, in group order.
 
-        Parts are rows: ``counts`` holds the row counts sent to each rank and received from each; without it all are
-        equal.
+        ``counts`` holds the row counts sent to each rank and received from each; without it all are equal.
         """
         ranks, received = members(group), out
         to_send, to_receive = (list(of_ranks) for of_ranks in counts or ((), ()))
@@ -173,7 +172,7 @@ class Communicator:
         if self.ledger is not None and kind is not None:
             if counts is None:
                 to_send = to_receive = [len(sent) // len(ranks.ranks)] * len(ranks.ranks)
-            # The collective copies this rank's own part locally, so it is not a message.
+            # The collective copies this rank's own rows locally, so it is not a message.
             remote_parts = zip(ranks.others, ranks.of_others(sent.split(to_send)), strict=True)
             by_rank = {receiver: [part] for receiver, part in remote_parts}
             pending.arrival = self.ledger.post(kind, by_rank, ranks.others, layer=layer)

@@ -105,7 +105,7 @@ def stop_process_group() -> None:
 
 @contextmanager
 def process_group(*, timeout_seconds: float, device: torch.device, traces: Path | None = None) -> Iterator[None]:
-    """Run the block as one of the launcher's ranks. A single process needs no group.
+    """Run the ``with`` block as one of the launcher's ranks. A single process needs no group.
 
     An error that leaves the block ends the process (``launcher/cluster/exit.py``) without leaving the group first: with
     NCCL that would wait for kernels that wait for this rank.

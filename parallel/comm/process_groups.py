@@ -118,7 +118,7 @@ def warm(group: ProcessGroup) -> None:
 
 @contextmanager
 def groups_of_library() -> Iterator[None]:
-    """Set the run's timeout on groups that a library creates within the block, and warm them up. Collective."""
+    """Set the run's timeout on groups that a library creates in the ``with`` block, and warm them up. Collective."""
     before = set(distributed_c10d._world.pg_map)
     yield
     # Creation order, which is the same on all ranks in a group.

@@ -102,7 +102,7 @@ class AllToAllDispatcher(TokenDispatcher):
         return _Handle(self, experts_nk, sizes, rank_U=sent_U // num_tokens, token_U=sent_U % num_tokens)
 
     def of_replicated(self) -> TokenDispatcher:
-        """Return a dispatcher that sends no tokens: each rank computes its own experts' part."""
+        """Return a dispatcher that sends no tokens: each rank computes its own experts' contribution."""
         if self.mesh.expert == 1:
             return self
         return ReplicatedTokens(self.mesh, self.experts_per_rank, self.local_experts)

@@ -1,4 +1,4 @@
-"""Experts distributed over ranks that hold the same tokens: each rank computes its own experts' part once.
+"""Experts distributed over ranks that hold the same tokens: each rank computes its own experts' contribution once.
 
 Axes: N tokens, n in one tile, k experts per token, M model width.
 """

@@ -6,7 +6,7 @@ to the rank's last one. Hence a document on one rank costs 0 rows, and a cut at 
 rank takes the head. Even work demands the opposite: the last tokens in a long document must be spread. In bidirectional
 attention a rank receives the full document except its own part: every cut costs the document's length.
 
-Search. The tokens are cut into equal chunks, equally many per rank, and assigned in two steps:
+Search. The tokens are cut into equal token chunks, equally many per rank, and assigned in two steps:
 
 1. Start (``_assign_windows``). The unassigned chunks form a ring; each rank in turn takes the window of neighbours
    whose work is nearest to the mean. Over a full circle the windows average the mean, so one is close.
@@ -56,11 +56,11 @@ ROUNDS, CANDIDATES_PER_ROUND, NUM_CANDIDATES = 36, 8, 49
 
 
 def assign_tokens(num_tokens: int, degree: int, cu_seqlens: Sequence[int], *, causal: bool = True) -> list[Pieces]:
-    """Assign pieces of ``num_tokens`` to each of ``degree`` ring ranks; every rank gets equally many tokens.
+    """Assign runs of ``num_tokens`` to each of ``degree`` ring ranks; every rank gets equally many tokens.
 
-    Pieces start and end at multiples of a grain: 128 tokens if that divides a rank's token count, otherwise its largest
-    divisor from 65 to 127. If there is no such divisor (e.g. for a prime), pieces are multiples of 128 except one short
-    piece per rank; the short pieces come first in the sequence. Below 1024 tokens per rank, an eighth of that count
+    Runs start and end at multiples of a grain: 128 tokens if that divides a rank's token count, otherwise its largest
+    divisor from 65 to 127. If there is no such divisor (e.g. for a prime), runs are multiples of 128 except one short
+    run per rank; the short runs come first in the sequence. Below 1024 tokens per rank, an eighth of that count
     replaces 128. A single document is assigned head and tail if half a rank's tokens is a multiple of 128, or if the
     token count is not a multiple anyway; in equal parts if attention is not ``causal``. ``cu_seqlens`` ascends from 0
     to ``num_tokens``.
@@ -100,7 +100,7 @@ class Chunks:
     head: ndarray
     """Document tokens in earlier chunks (or all its tokens) if the previous chunk is attributed to another document."""
     remainder_work: ndarray
-    """Work in each rank's remainder, the short piece that does not fill a chunk."""
+    """Work in each rank's remainder, the short run that does not fill a chunk."""
 
     @property
     def per_rank(self) -> int:
@@ -109,11 +109,11 @@ class Chunks:
 
 
 def _grain(tokens_per_rank: int) -> int:
-    """Return the piece granularity in tokens."""
+    """Return the run granularity in tokens."""
     aim = GRAIN
     if tokens_per_rank < 8 * GRAIN and tokens_per_rank % GRAIN:
         aim = max(1, tokens_per_rank // 8)
-    # Accept divisors down to half the aim; without one, keep full grains and one short piece per rank.
+    # Accept divisors down to half the aim; without one, keep full grains and one short run per rank.
     for grain in range(aim, aim // 2, -1):
         if tokens_per_rank % grain == 0:
             return grain
@@ -121,7 +121,7 @@ def _grain(tokens_per_rank: int) -> int:
 
 
 def whole_grains(tokens_per_rank: int) -> bool:
-    """Return True if a ring rank's tokens are full grains, without a short piece."""
+    """Return True if a ring rank's tokens are full grains, without a short run."""
     return tokens_per_rank % _grain(tokens_per_rank) == 0
 
 
@@ -130,7 +130,7 @@ def cut_chunks(num_tokens: int, degree: int, bounds: ndarray, *, causal: bool = 
     tokens_per_rank = num_tokens // degree
     grain = _grain(tokens_per_rank)
     size = grain * -(-tokens_per_rank // (grain * MAX_CHUNKS))
-    # Tokens that do not fill a chunk form one short piece per rank; all short pieces come first in the sequence.
+    # Tokens that do not fill a chunk form one short run per rank; all short runs come first in the sequence.
     remainder = tokens_per_rank % size
     num_remainders = 0
     if remainder:
@@ -199,14 +199,14 @@ class _Permutations(NamedTuple):
     chunks: ndarray
     """Chunk at [order, slot]."""
     backward: ndarray
-    """True at [order, slot] if the slot's document runs from tail to head."""
+    """True at [order, slot] if the slot's document is ordered from tail to head."""
 
 
 def _candidate_permutations(chunks: Chunks) -> _Permutations:
     """Return the sequence order, then ``NUM_CANDIDATES − 1`` shuffles of its documents."""
     slots = np.arange(len(chunks.start))
     num_documents = int(chunks.document[-1]) + 1
-    # SplitMix64 outputs from state 0: the same candidates on every rank and in every run.
+    # SplitMix64 outputs from state 0: the same candidates on every rank and in every training run.
     state = np.arange(NUM_CANDIDATES * num_documents, dtype=np.uint64) * np.uint64(GOLDEN)
     hashes = mix64_array(state).reshape(NUM_CANDIDATES, num_documents)
     # The hash gives a document its position, and the hash's lowest bit its direction.
@@ -278,7 +278,7 @@ class WorkCost(NamedTuple):
 # Pairwise exchange as local search. Invariants: every rank keeps exactly per_rank chunks (a pair's ring is always cut
 # into two equal halves), and a pair changes only if its cost strictly falls, so no sequence of exchanges can cycle.
 def _improve(chunks: Chunks, owner: ndarray) -> ndarray:
-    """Run rounds of pairwise exchange and return the improved owners."""
+    """Perform rounds of pairwise exchange and return the improved owners."""
     work_cost, permutations = WorkCost.of(chunks), _candidate_permutations(chunks)
     num_idle_rounds = 0
     for round_number, pairs in zip(range(ROUNDS), _tournament(chunks.degree), strict=False):
@@ -337,8 +337,8 @@ def _cost_of_halves(chunks: Chunks, rings: _Permutations, pairs: _RankPairs, wor
     rest.
 
     Only rows added by the cuts count. Each cut costs the prefix of the document's head, which is before the cut, or
-    after it if the document runs backward. Two cuts in one document leave both its ends on one rank, and only the
-    deeper one counts.
+    after it if the document is in backward order. Two cuts in one document leave both its ends on one rank, and only
+    the deeper one counts.
     """
     half = chunks.per_rank
     document, work, prefix = chunks.document[rings.chunks], chunks.work[rings.chunks], chunks.prefix[rings.chunks]
@@ -388,7 +388,7 @@ def _summed_prefixes(chunks: Chunks, mine: ndarray) -> ndarray:
 
 
 def chunk_pieces(chunks: Chunks, owner: ndarray) -> list[Pieces]:
-    """Join each rank's neighbouring chunks into pieces, after its remainder."""
+    """Join each rank's neighbouring chunks into runs, after its remainder."""
     remainder = int(chunks.start[0]) // chunks.degree
     num_remainders = 0
     if remainder:

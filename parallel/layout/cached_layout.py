@@ -65,7 +65,7 @@ def by_step(runs: Iterable[TokenRun]) -> Iterator[tuple[int, TokenRuns]]:
 
 
 def round_robin_runs(start: int, num_tokens: int, rank: int, degree: int) -> TokenRuns:
-    """Return a rank's round-robin share of tokens [start, start + num_tokens): those equal to it modulo degree."""
+    """Return a rank's round-robin portion of tokens [start, start + num_tokens): those equal to it modulo degree."""
     first = start + (rank - start) % degree
     count = -((first - start - num_tokens) // degree)
     if count <= 0:

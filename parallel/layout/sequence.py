@@ -2,7 +2,7 @@
 
 ``degree`` = ring degree × Ulysses degree ranks share a sequence, with rank = ring rank · ulysses + Ulysses rank. Each
 ring rank holds different tokens. These are cut into ``ulysses`` equal consecutive parts, so that an all-to-all over
-heads gives every Ulysses rank all the ring rank's tokens, in order, for its share of the heads.
+heads gives every Ulysses rank all the ring rank's tokens, in order, for its portion of the heads.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SequenceLayout:
         return self.num_ring(rank // self.ulysses) // self.ulysses
 
     def rank_runs(self, rank: int) -> TokenRuns:
-        """Return one rank's runs: its ring rank's runs, cut to this rank's share of the rows."""
+        """Return one rank's runs: its ring rank's runs, cut to this rank's portion of the rows."""
         ring_rank, part = divmod(rank, self.ulysses)
         if self.ulysses == 1:
             return self.runs[ring_rank]
@@ -122,7 +122,7 @@ class SequenceLayout:
         dim %= x.dim()
         parts = []
         for run in self.rank_runs(rank):
-            # Slice instead of index: a run is one block in memory (or one stride), and there are few runs.
+            # Slice instead of index: a run is one memory region (or one stride), and there are few runs.
             index = [slice(None)] * dim
             index.append(slice(run.start, run.stop, run.step))
             parts.append(x[tuple(index)])

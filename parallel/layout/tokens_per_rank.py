@@ -18,7 +18,7 @@ def tokens_on_ranks(num_tokens: int, ranks: int, *, ulysses: int, tokens_per_ran
     """Return the micro-batch's token count, padded so that every rank holds equally many.
 
     If ``tokens_per_rank`` leaves room, a ring rank's tokens are also padded to full grains: otherwise each ring rank
-    would start with a short piece, which cuts documents. The padding is less than a grain (128 tokens) per ring rank.
+    would start with a short run, which cuts documents. The padding is less than a grain (128 tokens) per ring rank.
     """
     each = -(-num_tokens // ranks)
     whole = each

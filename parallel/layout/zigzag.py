@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 Pieces = list[tuple[int, int]]
-"""First token and token count per piece, ascending."""
+"""First token and token count per run, ascending."""
 
 
 def head_and_tail(num_tokens: int, degree: int) -> list[Pieces]:
-    """Cut 2·degree equal parts and pair the r-th from either end; the middle two form one piece."""
+    """Cut 2·degree equal parts and pair the r-th from either end; the middle two form one run."""
     part = num_tokens // (2 * degree)
     # Causal work grows linearly with the position, so a part from the front and its mirror image from the end sum to
     # the same work on every rank.

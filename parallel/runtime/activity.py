@@ -74,7 +74,7 @@ def enter_hop(hop: int) -> None:
 
 @contextmanager
 def waiting(operation: str, *, patient: bool = False) -> Iterator[None]:
-    """Mark that the process waits for other ranks within the block."""
+    """Mark that the process waits for other ranks within the ``with`` block."""
     # Waits may be nested: a library group's wait inside ours.
     before = ACTIVITY.wait, ACTIVITY.patient
     ACTIVITY.wait, ACTIVITY.patient = operation, patient

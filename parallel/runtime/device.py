@@ -129,7 +129,7 @@ def device_name(device: torch.device) -> str:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Return the bytes still available to this process: on its GPU, or as its share of the machine's memory."""
+    """Return the bytes still available to this process: on its GPU, or as its portion of the machine's memory."""
     if device.type != "cuda":
         return available_bytes() // (ranks_of_machine() or 1)
     # Memory freed by tensors stays reserved by the process and is reused.

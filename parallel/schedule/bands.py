@@ -62,7 +62,7 @@ def own_slices(segments: DocumentSegments, causal: bool) -> ndarray:
 
 
 def prefix_slices(queries: DocumentSegments, keys: DocumentSegments, causal: bool) -> ndarray:
-    """Return the slices between two ranks' contiguous runs without a window: full rectangles only.
+    """Return the slices between two ranks' contiguous token spans without a window: full rectangles only.
 
     Two ranks' ranges never overlap. If causal, a query segment therefore sees the other rank's rows up to its start,
     which form a prefix of the document's rows there.

@@ -26,7 +26,7 @@ def cached_work(
 ) -> tuple[Work, ...]:
     """Return the work for chunk queries with one rank's keys; empty if no query sees a key.
 
-    The chunk ends before token ``stop``. Key rows count through the runs in ``prefix``, which are all before the
+    The chunk ends before token ``stop``. Key rows count through the token spans in ``prefix``, which are all before the
     chunk, then through ``new``, within the chunk; query rows through ``queries``. With ``relative_positions`` each
     slice stores its tokens' distance.
     """

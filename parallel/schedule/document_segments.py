@@ -14,7 +14,7 @@ from parallel.layout.sequence import SequenceLayout, TokenRun
 
 @dataclass(frozen=True)
 class DocumentSegments:
-    """Document pieces in sequence order; each array has one entry per piece."""
+    """Document segments in sequence order; each array has one entry per segment."""
 
     document: ndarray
     start: ndarray
@@ -31,7 +31,7 @@ class DocumentSegments:
 
     @cached_property
     def last(self) -> ndarray:
-        """Last token per piece."""
+        """Last token per segment."""
         return self.start + (self.length - 1) * self.step
 
     @cached_property
@@ -68,15 +68,15 @@ def sort_key(document: ndarray, token: ndarray | int) -> ndarray:
 
 
 def cut_segments(runs: Sequence[TokenRun], boundaries: ndarray) -> DocumentSegments:
-    """Cut a rank's runs at document boundaries, in local (and global) order."""
+    """Cut a rank's token spans at document boundaries, in local (and global) order."""
     start, count, steps = np.array(runs, dtype=np.int64).reshape(-1, 3).T
     step = int(steps[0])
-    # Find the documents that each run touches, then create one entry per (run, document).
+    # Find the documents that each span touches, then create one entry per (span, document).
     first = np.searchsorted(boundaries, start, side="right") - 1
     last = np.searchsorted(boundaries, start + (count - 1) * step, side="right") - 1
     run, document = expand_ranges(first, last + 1)
     start, count, first_row = start[run], count[run], (np.cumsum(count) - count)[run]
-    # Rows in the run before the document's first token, and before the first token after the document.
+    # Rows in the span before the document's first token, and before the first token after the document.
     begin = np.clip(-((start - boundaries[document]) // step), 0, count)
     end = np.clip(-((start - boundaries[document + 1]) // step), 0, count)
     some = np.flatnonzero(end > begin)  # drop documents that are empty or fall between two rows
@@ -92,13 +92,13 @@ def segments_of_all(layout: SequenceLayout, boundaries: ndarray) -> tuple[Docume
     order = np.argsort(starts)
     segments = cut_segments([runs[n] for n in order.tolist()], boundaries)
     owner = np.repeat(np.arange(len(counts)), counts)[order]
-    # A segment belongs to the last run that starts before it: runs are disjoint.
+    # A segment belongs to the last span that starts before it: spans are disjoint.
     return segments, owner[np.searchsorted(starts[order], segments.start, side="right") - 1]
 
 
 def shared_documents(layout: SequenceLayout, bounds: Sequence[int]) -> ndarray:
     """Return the indices (ascending) of documents with tokens on several ranks; every other document is on one rank."""
-    # Concatenate runs by ring rank: row // num_local is then the rank that holds the row, Ulysses included.
+    # Concatenate spans by ring rank: row // num_local is then the rank that holds the row, Ulysses included.
     runs = [run for of_rank in layout.runs for run in of_rank]
     segments = cut_segments(runs, np.asarray(bounds, dtype=np.int64))
     num_local, num_documents = layout.num_local(0), len(bounds) - 1

@@ -98,7 +98,7 @@ class RingWork:
     sink_tokens: int
     stride: int = 0
     relative_positions: bool = False
-    """True if every slice stores its tokens' distance; otherwise pieces in one document are merged."""
+    """True if every slice stores its tokens' distance; otherwise segments in one document are merged."""
     key_cu_seqlens: tuple[int, ...] | None = None
     """The keys' documents in cross attention: a query sees all keys in the document with its own document's index."""
     _built: dict = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -246,10 +246,10 @@ def local_slices(
 ) -> ndarray:
     """Return the mask's bands between two ranks' local rows, or within one rank (``own``).
 
-    ``joined`` merges pieces in a document if the result is equivalent: both ranks in one layout, no window, and
+    ``joined`` merges segments in a document if the result is equivalent: both ranks in one layout, no window, and
     distances not needed.
     """
-    # Without a window a band is full or causal, so one slice covers all pieces in a document: far fewer kernel calls.
+    # Without a window a band is full or causal, so one slice covers all segments in a document: far fewer kernel calls.
     joined = joined and mask.window is None
     if joined and own:
         return own_slices(queries, mask.causal)

@@ -156,7 +156,7 @@ def _build_plan(layout: SequenceLayout, cu_seqlens: tuple[int, ...], causal: boo
 
 
 def _segments(layout: SequenceLayout, cu_seqlens: tuple[int, ...], rank: int) -> list[_Segment]:
-    """Return the rank's rows as segments; merge neighbouring runs in one document."""
+    """Return the rank's rows as segments; merge neighbouring token spans in one document."""
     found: list[_Segment] = []
     for run in layout.rank_runs(rank):
         if run.step > 1 and run.count > 1:
@@ -164,7 +164,7 @@ def _segments(layout: SequenceLayout, cu_seqlens: tuple[int, ...], rank: int) ->
                 f"parallel.layout={layout.kind!r} assigns single tokens to ranks; linear attention sums over "
                 f"consecutive tokens. Use parallel.layout='contiguous' (or zigzag or balanced)."
             )
-        # Cut the run at document boundaries; empty documents yield no segment.
+        # Cut the span at document boundaries; empty documents yield no segment.
         start, document = run.start, bisect_right(cu_seqlens, run.start) - 1
         while start < run.stop:
             stop = min(run.stop, cu_seqlens[document + 1])

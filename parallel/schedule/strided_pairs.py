@@ -28,12 +28,12 @@ class ClassSegments:
     """Each segment's classes, sorted by class; ``document`` is the class id (its first token), and rows index into
     ``order``."""
     segment: ndarray
-    """Segment index per piece."""
+    """Segment index per entry in ``pieces``."""
     order: ndarray
     """Local row for every sorted row."""
 
     def single_rows(self) -> ClassSegments:
-        """Return the same rows, with one piece per row."""
+        """Return the same rows, with one entry per row."""
         return ClassSegments(self.pieces.single_rows(), np.repeat(self.segment, self.pieces.length), self.order)
 
 

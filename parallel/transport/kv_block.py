@@ -46,7 +46,7 @@ class Transport(Protocol):
         ...
 
     def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
-        """Return dK and dV for local rows, summed in a fixed order; ``compute`` returns each block's part."""
+        """Return dK and dV for local rows, summed in a fixed order; ``compute`` returns each block's contribution."""
         ...
 
 

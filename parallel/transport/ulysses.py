@@ -113,7 +113,7 @@ def rows_to_heads(x_BtHD: Tensor, ranges: Sequence[HeadRange], mesh: Mesh, group
     B, t, _, D = x_BtHD.shape
     start, stop = ranges[mesh.ulysses_rank]
     u, h = len(ranges), stop - start
-    # Parts are flat because ranks may hold different numbers of heads. Ulysses ranks are in row order.
+    # Send buffers are flat because ranks may hold different numbers of heads. Ulysses ranks are in row order.
     send_parts = [x_BtHD[:, :, first:last].reshape(-1) for first, last in ranges]
     received = _all_to_all(send_parts, [B * t * h * D] * u, mesh, group)
     return received.view(u, B, t, h, D).transpose(0, 1).reshape(B, u * t, h, D)
@@ -136,7 +136,7 @@ def heads_to_rows(
 
 
 def _all_to_all(send_parts: Sequence[Tensor], sizes: Sequence[int], mesh: Mesh, group: ProcessGroup) -> Tensor:
-    """Send each rank its part; return the received parts concatenated, ``sizes`` values from each rank."""
+    """Send each rank its buffer; return the received buffers concatenated, ``sizes`` values from each rank."""
     send_sizes = [part.numel() for part in send_parts]
     return mesh.comm.all_to_all(
         torch.cat(list(send_parts)), group, operation="exchanging heads", counts=(send_sizes, sizes), kind=Kind.HEADS

@@ -56,7 +56,7 @@ def allocate(
 
 @contextmanager
 def disable_broadcast() -> Iterator[None]:
-    """Disable the weight broadcast in DeepSpeed engines created within the block: each rank keeps its weights."""
+    """Disable the weight broadcast in DeepSpeed engines created in the ``with`` block: each rank keeps its weights."""
     broadcast = DeepSpeedEngine._broadcast_model
     DeepSpeedEngine._broadcast_model = lambda engine: None  # type: ignore[method-assign]
     try:

@@ -19,7 +19,7 @@ MASTER, MOMENTS = ROLES[0], ROLES[1:]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """AdamW with decoupled weight decay on matrices only, or Muon for block matrices (``muon``)."""
+    """AdamW with decoupled weight decay on matrices only, or Muon for matrices in transformer blocks (``muon``)."""
 
     name: str = "adamw"
     """adamw or muon."""

@@ -155,7 +155,7 @@ class Partition(ABC):
 
     @contextmanager
     def in_memory(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
-        """Keep masters and moments for a group's parameters in memory within the block.
+        """Keep masters and moments for a group's parameters in memory within the ``with`` block.
 
         With ``moments``, create missing moments: DeepSpeed and AdamW do so only at the first step. With ``writes``,
         values written to masters and moments persist and, after ``refresh_weights``, reach the weights that forward

@@ -124,7 +124,7 @@ def _skip_update() -> None:
 
 
 # Stages 1 and 2: DeepSpeed concatenates a group's parameters into one flat buffer and gives each rank an equal range,
-# so a range may begin and end inside a parameter. ``_hp_mapping`` links a parameter to the part inside this rank's
+# so a range may begin and end inside a parameter. ``_hp_mapping`` links a parameter to the slice inside this rank's
 # range.
 class FlatPartition(Partition):
     """Stages 1 and 2: full weights on every rank, and one range per flat buffer of masters and moments.
@@ -194,9 +194,9 @@ class FlatPartition(Partition):
 
 
 class ShardedPartition(Partition):
-    """Stage 3: every rank holds a part of each weight, with its master, moments and gradient.
+    """Stage 3: every rank holds a shard of each weight, with its master, moments and gradient.
 
-    Each parameter is cut into equal parts, one per rank; the last parts are padded.
+    Each parameter is cut into equal shards, one per rank; the last shards are padded.
     """
 
     def __init__(self, wrapping: Wrapping) -> None:
@@ -234,7 +234,7 @@ class ShardedPartition(Partition):
 
     def extent(self, name: str, p: nn.Parameter) -> Extent:
         _, _, count = self._position(p)
-        # Equal parts by rank: the last ranges may extend past the parameter's end, as padding.
+        # Equal shards by rank: the last ranges may extend past the parameter's end, as padding.
         start = p.ds_zero_partition_rank * count  # type: ignore[attr-defined]
         return Extent(start, self._num_own(name, p, count))
 
@@ -304,12 +304,12 @@ class ShardedPartition(Partition):
             self._swapper.release_all()
 
     def _position(self, p: nn.Parameter) -> tuple[int, int, int]:
-        """Return (sub-group, offset, values with padding) for this rank's part of a parameter."""
+        """Return (sub-group, offset, values with padding) for this rank's shard of a parameter."""
         zero = self.engine.optimizer
         return zero.grad_position[zero.get_param_id(p)]
 
     def _num_own(self, name: str, p: nn.Parameter, part_numel: int) -> int:
-        """Return how many values in this rank's part belong to the parameter; the rest is padding."""
+        """Return how many values in this rank's shard belong to the parameter; the rest is padding."""
         start = p.ds_zero_partition_rank * part_numel  # type: ignore[attr-defined]
         return max(0, min(part_numel, self._tensors.local[name].numel() - start))
 

@@ -27,7 +27,7 @@ from longctx.swap_file import SwapFile
 from parallel.zero.zero_options import ZeroOptions
 
 LEAST_BYTES = 1 << 20
-"""Smaller weight parts stay in memory, as in DeepSpeed's optimizer swapping: a transfer would not pay."""
+"""Smaller weight shards stay in memory, as in DeepSpeed's optimizer swapping: a transfer would not pay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class SwapSpace:
 
 @contextmanager
 def swap_space(zero: ZeroOptions) -> Iterator[SwapSpace | None]:
-    """Make a DeepSpeed engine created within the block swap to its own file; yield None without NVMe offload.
+    """Make a DeepSpeed engine created within the ``with`` block swap to its own file; yield None without NVMe offload.
 
     Raise OSError if ``nvme_path`` cannot be written.
     """
@@ -118,7 +118,7 @@ class _Handle:
 
 
 class WeightSwapper:
-    """This rank's stage 3 weight parts in a ``SwapFile``, read ahead of gathering.
+    """This rank's stage 3 weight shards in a ``SwapFile``, read ahead of gathering.
 
     It replaces DeepSpeed's ``AsyncPartitionedParameterSwapper``, with the same method names: that class fails an
     assertion when more weights are gathered than it has buffers, or when a weight that is used twice is prefetched.
@@ -126,34 +126,34 @@ class WeightSwapper:
     """
 
     def __init__(self, space: SwapSpace, dtype: torch.dtype, *, persistence_threshold: int) -> None:
-        """Keep parts up to ``persistence_threshold`` values in memory: they may belong to a persistent parameter."""
+        """Keep shards up to ``persistence_threshold`` values in memory: they may belong to a persistent parameter."""
         self._space, self._dtype, self._threshold = space, dtype, persistence_threshold
         self._pending_reads: dict[Any, tuple[Tensor, list[Future[None]]]] = {}
-        """Parameters whose parts are being read."""
+        """Parameters whose shards are being read."""
         self._held: dict[Any, None] = {}
-        """Parameters whose parts are in memory, in order."""
+        """Parameters whose shards are in memory, in order."""
 
     # ----------------------------------------------------------------------------------------- called by DeepSpeed
 
     def swappable_tensor(self, *, numel: int) -> bool:
-        """Return True if a part with ``numel`` values is swapped to disk."""
+        """Return True if a shard with ``numel`` values is swapped to disk."""
         return numel > self._threshold and numel * self._dtype.itemsize >= LEAST_BYTES
 
     def get_buffer(self, param: Any, numel: int) -> Tensor:
-        """Return memory for a part to be written."""
+        """Return memory for a shard to be written."""
         return self._space.empty(numel, self._dtype)
 
     def swap_out_and_release(self, params: Sequence[Any]) -> None:
-        """Write parts, and free their memory."""
+        """Write shards, and free their memory."""
         self._write((p, p.ds_tensor.data) for p in params)
         self.remove_partition_and_release_buffers(params)
 
     def swap_out_partitioned_params(self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[Tensor]) -> None:
-        """Write new part values, given as float32."""
+        """Write new shard values, given as float32."""
         self._write((p, x.to(self._dtype)) for p, x in zip(dst_fp16_params, src_fp32_params, strict=True))
 
     def swap_in(self, params: Sequence[Any], async_op: bool = True) -> None:
-        """Start reading parts; with ``async_op=False``, finish as well."""
+        """Start reading shards; with ``async_op=False``, finish as well."""
         for p in params:
             # A prefetch lists a parameter once per upcoming use.
             if p not in self._pending_reads and p not in self._held:
@@ -174,14 +174,14 @@ class WeightSwapper:
         self._pending_reads.clear()
 
     def remove_partition_and_release_buffers(self, params: Iterable[Any]) -> None:
-        """Free the memory of parts that are on disk."""
+        """Free the memory of shards that are on disk."""
         for p in params:
             self._held.pop(p, None)
             p.ds_tensor.data = torch.empty(0, dtype=self._dtype)
             p.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
     def available_swap_in_buffers(self) -> int:
-        """Return how many parts a prefetch may read: unlimited, since ``prefetch_bucket_size`` bounds it."""
+        """Return how many shards a prefetch may read: unlimited, since ``prefetch_bucket_size`` bounds it."""
         return sys.maxsize
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
@@ -190,12 +190,12 @@ class WeightSwapper:
     # ---------------------------------------------------------------------------------------------- not from DeepSpeed
 
     def release_all(self) -> None:
-        """Free every part in memory that is not gathered, such as one prefetched but not used."""
+        """Free every shard in memory that is not gathered, such as one prefetched but not used."""
         self.synchronize_reads()
         self.remove_partition_and_release_buffers(list(self._held))
 
     def part(self, param: Any) -> Tensor:
-        """Return a part's values, from memory or disk, without changing the parameter's status."""
+        """Return a shard's values, from memory or disk, without changing the parameter's status."""
         self.synchronize_reads()
         if param.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
             return param.ds_tensor
@@ -205,7 +205,7 @@ class WeightSwapper:
         return out
 
     def _write(self, parts: Iterable[tuple[Any, Tensor]]) -> None:
-        """Write parts, one after the other. Raise OSError if the disk is full or fails."""
+        """Write shards, one after the other. Raise OSError if the disk is full or fails."""
         for p, values in parts:
             for future in self._space.file.write(_name(p), values):
                 future.result()

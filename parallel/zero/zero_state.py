@@ -1,6 +1,6 @@
 """Masters, moments and buffers as ranges in the full model's tensors: read from and written to a partition.
 
-A tensor is filled block by block; ranks that hold the same one share the reading.
+A tensor is filled range by range; ranks that hold the same one share the reading.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class InitialWeights:
         if is_buffer(name):
             out.fill_(initial_buffer(name))
             return
-        # Ranges arrive tensor by tensor, so keep the generator: it caches the block in which a range ends.
+        # Ranges arrive tensor by tensor, so keep the generator: it caches the section in which a range ends.
         if name != self._name:
             self._tensor = InitialTensor(name, self._shapes[name].numel(), self._config, self._seed)
             self._name = name

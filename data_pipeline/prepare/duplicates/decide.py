@@ -1,4 +1,4 @@
-"""Decides which documents in a corpus are kept and which are held out, once for all parts before encoding."""
+"""Decides which documents in a corpus are kept and which are held out, once for all source parts before encoding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Document groups in a corpus: equal texts, and near duplicates joined into groups by their pairs.
 
 Memory is 17 bytes per document, plus the slice of keys being sorted (``SLICE_DOCUMENTS``), plus the signatures of the
-pairs being compared. All other data stays in the parts' files, in the page cache as far as it fits.
+pairs being compared. All other data stays in the source parts' files, in the page cache as far as it fits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from data_pipeline.prepare.duplicates.signed import SignedCorpus
 
 _PAIRS_AT_ONCE = 1 << 16
 _MOST_LEADERS = 1024
-"""Documents in a run that are compared with all later ones; the rest are only compared with these.
+"""Documents in a bucket (equal keys) that are compared with all later ones; the rest are only compared with these.
 
 Without this limit, a million documents that share a licence text, but are not similar otherwise, would take a week.
 """
@@ -64,10 +64,10 @@ def find_groups(corpus: SignedCorpus, first_copies: np.ndarray, rule: DuplicateR
 
 
 def _pairs(documents: np.ndarray, runs: np.ndarray, union: _Union) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield pairs of documents in the same run that are still in different groups, in batches.
+    """Yield pairs of documents in the same bucket (equal keys) that are still in different groups, in batches.
 
-    Pairs each run's first document with all others in the run, then the second with those after it, and so on. Most
-    runs are a single group after the first round and cost no more.
+    Pairs each bucket's first document with all others in it, then the second with those after it, and so on. Most
+    buckets are a single group after the first round and cost no more.
     """
     leaders = np.flatnonzero(np.diff(runs, prepend=-1))
     run_ends = np.append(leaders[1:], len(runs))
@@ -85,7 +85,7 @@ def _pairs(documents: np.ndarray, runs: np.ndarray, union: _Union) -> Iterator[t
             is_separate = union.roots(first) != union.roots(second)
             if is_separate.any():
                 yield first[is_separate], second[is_separate]
-        # Drop runs that have become a single group.
+        # Drop buckets that have become a single group.
         roots = union.roots(documents[at])
         joined = roots == np.repeat(union.roots(documents[leaders]), others)
         whole = np.logical_and.reduceat(joined, np.cumsum(others) - others)

@@ -1,7 +1,7 @@
-"""A duplicate decision on disk: actions for each part's documents, and the list of removed documents.
+"""A duplicate decision on disk: actions for each source part's documents, and the list of removed documents.
 
-``NNNNN.bin`` has a row for each document in a part whose group has other members; ``duplicates.jsonl`` goes into the
-shard folder; ``decided.json`` is written last and validates them.
+``NNNNN.bin`` has a row for each document in a source part whose group has other members; ``duplicates.jsonl`` goes into
+the shard folder; ``decided.json`` is written last and validates them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Outcome:
 
     counts: DuplicateCounts
     documents: list[int]
-    """Documents per part when they were compared."""
+    """Documents per source part when they were compared."""
     files: dict[str, str]
     """xxh3_128 checksum per file."""
 
@@ -144,7 +144,7 @@ def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outc
     # Document numbers are unique: a document is either removed or placed.
     order = np.argsort(documents)
     documents, actions = documents[order], actions[order]
-    # First row per part: documents are numbered across all parts.
+    # First row per source part: documents are numbered across all parts.
     borders = np.searchsorted(documents, corpus.starts)
     for number in range(len(corpus.parts)):
         span = slice(borders[number], borders[number + 1])
@@ -166,23 +166,23 @@ def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outc
 
 
 def part_file(number: int) -> str:
-    """Return the name of a part's file."""
+    """Return the file name of a source part's decision."""
     return f"{number:05d}.bin"
 
 
 @dataclass(frozen=True)
 class PartDecision:
-    """Decision about one part's documents."""
+    """Decision about one source part's documents."""
 
     path: Path
-    """The part's file."""
+    """The decision file."""
     documents: int
     """The part's document count when its texts were compared."""
 
     def applied(self, documents: Iterable[Document]) -> Iterator[tuple[Document, bool | None]]:
         """Yield each kept document and whether it is held out; None if its own hash decides.
 
-        Raises DataError if the part has changed since it was compared.
+        Raises DataError if the source part has changed since it was compared.
         """
         rows = np.fromfile(self.path, dtype=_ROW)
         positions, hashes, actions = rows["document"].tolist(), rows["hash"].tolist(), rows["action"].tolist()

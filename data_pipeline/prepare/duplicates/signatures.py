@@ -28,7 +28,7 @@ class _Open:
     name_hash: int
     """Hash that identifies a text without any unit."""
     values: np.ndarray
-    """Smallest hash per part, uint64 [permutations]."""
+    """Smallest hash per bin, uint64 [permutations]."""
     last: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
     """The text's last units, fewer than a shingle has."""
     has_shingles: bool = False
@@ -38,26 +38,26 @@ class _Open:
 # between two sets with probability equal to their Jaccard similarity. Three refinements make it cheap:
 #
 #   * One permutation hashing (Li, Owen and Zhang, 2012): each shingle is hashed once and not once per value. The hash
-#     range is divided into as many parts as a signature has values, and each value is the smallest hash in its part.
-#   * Optimal densification (Shrivastava, 2017): an empty part copies another part's value, in an order that is the same
+#     range is divided into as many bins as a signature has values, and each value is the smallest hash in its bin.
+#   * Optimal densification (Shrivastava, 2017): an empty bin copies another bin's value, in an order that is the same
 #     for all texts, so that the estimate stays unbiased for short texts.
 #   * b-bit minwise hashing (Li and König, 2010): only 16 bits per value are stored.
 #
 # Signatures depend only on the text, not on how it is split into groups; stored signatures stay comparable.
 class Signer:
-    """Computes signatures for a sequence of texts, long ones in pieces. Memory is bounded by one group."""
+    """Computes signatures for a sequence of texts, long ones in text chunks. Memory is bounded by one group."""
 
     def __init__(self, rule: DuplicateRule) -> None:
         self._count, self._size, self._unit = rule.permutations, rule.size, rule.shingles
         self._open: list[_Open] = []
         self._group: list[tuple[int, str]] = []
-        """Lower-case text pieces, each with its text's index among the open ones."""
+        """Lower-case text chunks, each with its text's index among the open ones."""
         self._characters = 0
         numbers = np.arange(self._size, dtype=np.uint64)
         # Odd, and different for each position, so that a shingle depends on the order of its words.
         self._factors = mix64_array(numbers) | np.uint64(1)
         self._donors = _donors(self._count)
-        # A different hash function per value: a text with a single shingle has the same hash in all parts, and with 16
+        # A different hash function per value: a text with a single shingle has the same hash in all bins, and with 16
         # bits from one function every 65,536th pair of such texts would be equal.
         self._salts = mix64_array(np.arange(self._count, dtype=np.uint64))
 
@@ -79,7 +79,7 @@ class Signer:
         yield self._take(len(self._open))
 
     def _hash_group(self) -> None:
-        """Hash all pending pieces at once and update the open texts' values."""
+        """Hash all pending text chunks at once and update the open texts' values."""
         group, self._group, self._characters = self._group, [], 0
         if not group:
             return
@@ -110,7 +110,7 @@ class Signer:
         values = np.array([text.values for text in self._open[first:]])
         parts = ((hashes >> np.uint64(32)) * np.uint64(self._count)) >> np.uint64(32)
         value_indices = (texts - first) * self._count + parts.astype(np.int64)
-        # The hash's upper half selects the part, so a part's smallest hash is also the smallest in its range.
+        # The hash's upper half selects the bin, so a bin's smallest hash is also the smallest in its hash range.
         np.minimum.at(values.reshape(-1), value_indices, hashes)
         for text, lowered in zip(self._open[first:], values, strict=True):
             text.values = lowered
@@ -170,7 +170,7 @@ def _code_points(text: str) -> np.ndarray:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield a text in pieces up to one group long, cut before a space if possible; an empty text is one piece."""
+    """Yield a text in text chunks of up to one group, cut before a space if possible; an empty text is one chunk."""
     start = 0
     while len(text) - start > GROUP_CHARACTERS:
         stop = start + GROUP_CHARACTERS
@@ -183,14 +183,14 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _donors(count: int) -> np.ndarray:
-    """Return, for each attempt, the part from which each empty part takes its value, int64 [attempts, count]."""
+    """Return, for each attempt, the bin from which each empty bin takes its value, int64 [attempts, count]."""
     tries = np.arange(_MOST_DONORS, dtype=np.uint64)[:, None] * np.uint64(count)
     hashes = mix64_array(mix64_array(tries + np.arange(count, dtype=np.uint64)) ^ np.uint64(_DONOR_SEED_TAG))
     return ((hashes >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)).astype(np.int64)
 
 
 def _fill(values: np.ndarray, donors: np.ndarray) -> None:
-    """Fill every empty part in texts [n, count] with the value of a nonempty part."""
+    """Fill every empty bin in texts [n, count] with the value of a nonempty bin."""
     found = values.copy()
     texts, parts = np.nonzero(found == _EMPTY)
     for donor in donors:

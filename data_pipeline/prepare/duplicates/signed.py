@@ -1,4 +1,4 @@
-"""Per-part files for comparing texts across a corpus: hashes, signatures and names.
+"""Files per source part for comparing texts across a corpus: hashes, signatures and names.
 
 ``documents.bin`` has a 32-byte row per document. For near duplicates, ``signatures.bin`` has the signature values and
 ``bands.bin`` the band keys, band after band, so that one band is read without the others. ``names.bin`` has the names
@@ -33,7 +33,7 @@ _NAMES, _ENDS = "names.bin", "ends.bin"
 
 @dataclass(frozen=True, kw_only=True)
 class SignedRecord:
-    """Record for a part with hashed texts."""
+    """Record for a source part with hashed texts."""
 
     documents: int
     text_bytes: int
@@ -42,7 +42,7 @@ class SignedRecord:
 
     @classmethod
     def load(cls, folder: Path) -> SignedRecord | None:
-        """Return a part's record if all its files are intact."""
+        """Return a source part's record if all its files are intact."""
         body = load_record(folder / RECORD_FILE, FORMAT)
         if body is None or not are_whole(folder, body["files"]):
             return None
@@ -50,7 +50,7 @@ class SignedRecord:
 
 
 class SignedWriter:
-    """Writer for one part's files. Memory is bounded by one group of texts, for any number of documents."""
+    """Writer for one source part's files. Memory is bounded by one group of texts, for any number of documents."""
 
     def __init__(self, folder: Path, rule: DuplicateRule) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -102,7 +102,7 @@ class SignedWriter:
     def _write_bands(self) -> None:
         """Rewrite the keys band by band."""
         bands, _ = self._rule.bands()
-        # Map the file: a part may have millions of small documents.
+        # Map the file: a source part may have millions of small documents.
         keys = np.memmap(self._folder / _KEYS, dtype=np.uint64, mode="r").reshape(-1, bands)
         for band in range(bands):
             self._write(_BANDS, keys[:, band].tobytes())
@@ -119,7 +119,7 @@ class SignedWriter:
 
 
 class PartNames:
-    """Memory-mapped document names in a part."""
+    """Memory-mapped document names in a source part."""
 
     def __init__(self, names: np.ndarray, ends: np.ndarray) -> None:
         self._names, self._ends = names, ends
@@ -132,7 +132,7 @@ class PartNames:
 
 
 class SignedPart:
-    """Files of one part. Each is mapped on access, and closed when its array is no longer used.
+    """Files of one source part. Each is mapped on access, and closed when its array is no longer used.
 
     A corpus has thousands of parts: keeping them open would exceed the limit on open files.
     """
@@ -171,11 +171,11 @@ SLICE_DOCUMENTS = 1 << 22
 """Approximate number of documents whose keys are sorted at once; a larger corpus is divided by its keys' first bits."""
 
 _MAPPED_NAMES = 64
-"""Parts whose names are mapped at once, with two open files each."""
+"""Source parts whose names are mapped at once, with two open files each."""
 
 
 class SignedCorpus:
-    """All parts of a source."""
+    """All hashed parts of a source."""
 
     def __init__(self, parts: Sequence[SignedPart]) -> None:
         self.parts = parts
@@ -188,10 +188,10 @@ class SignedCorpus:
         return int(self.starts[-1])
 
     def runs(self, column: Callable[[SignedPart], np.ndarray], leave: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield documents that share a key, int64 [2, n]: document numbers and run numbers.
+        """Yield documents that share a key, int64 [2, n]: document numbers and bucket numbers.
 
-        Documents in a run have the same key; runs follow one another, with documents in order. ``column`` returns a
-        part's keys, uint64. Documents in the mask ``leave`` are skipped.
+        A bucket holds the documents with one key; buckets follow one another, with documents in order. ``column``
+        returns a part's keys, uint64. Documents in the mask ``leave`` are skipped.
         """
         # External sort by key range: a slice holds all documents with keys in one interval, so equal keys meet in one
         # slice and memory stays bounded for any corpus size.
@@ -202,7 +202,7 @@ class SignedCorpus:
             keys, documents = keys[order], documents[order]
             is_first = np.ones(len(keys), dtype=bool)
             is_first[1:] = keys[1:] != keys[:-1]
-            # A document is alone if it starts its run and the next document starts another.
+            # A document is alone if it starts its bucket and the next document starts another.
             is_alone = is_first & np.append(is_first[1:], True)
             numbers = np.cumsum(is_first)[~is_alone]
             yield np.stack([documents[~is_alone], numbers])

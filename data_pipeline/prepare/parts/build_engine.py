@@ -1,4 +1,4 @@
-"""Engine interface for building parts, and the pass over all parts that finds duplicates."""
+"""Engine interface for building source parts, and the pass over all parts that finds duplicates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from data_pipeline.prepare.parts.worker_messages import PartTask
 from longctx.tokenizer.tokenizer_base import Tokenizer
 
 OnPart = Callable[[SourcePart, Any], None]
-"""Callback that receives a finished part and its record."""
+"""Callback that receives a finished source part and its record."""
 
 
 class Engine(Protocol):
@@ -29,7 +29,7 @@ class Engine(Protocol):
     ) -> None:
         """Carry out all orders, in any sequence; each is done when its folder contains its record.
 
-        ``advance`` receives totals over the parts in progress. The first failure is raised once all workers have
+        ``advance`` receives totals over the source parts in progress. The first failure is raised once all workers have
         stopped: DataError as the part raised it, or ClusterError if the system has removed a worker and the engine has
         no replacement.
         """
@@ -48,7 +48,7 @@ class BuildContext:
     """Concurrent workers; None: as many as the engine has."""
 
     def carry_out(self, tasks: Sequence[PartTask], records: dict[int, Any], *, advance: Advance) -> None:
-        """Carry out the orders for parts missing from ``records``, and add their records, keyed by part number.
+        """Carry out the orders for source parts missing from ``records``, and add their records, keyed by part number.
 
         ``advance`` receives totals over all parts, including those with a record.
         """
@@ -68,7 +68,7 @@ class BuildContext:
 
 
 def _whole(part: SourcePart, record: Any) -> Advanced:
-    """Return a finished part's counts."""
+    """Return a finished source part's counts."""
     return Advanced(record.documents, record.text_bytes, part.size)
 
 
@@ -90,7 +90,7 @@ def find_duplicates(
         shutil.rmtree(staging.signatures, ignore_errors=True)
         return outcome
     folders = {part.number: staging.signatures_folder(part.number) for part in parts}
-    # Loading verifies every byte: a damaged part is hashed again.
+    # Loading verifies every byte: a damaged source part is hashed again.
     found = {number: SignedRecord.load(folder) for number, folder in folders.items()}
     records = {number: record for number, record in found.items() if record is not None}
     if records:

@@ -1,8 +1,8 @@
-"""Encodes parts on a Ray cluster; the only module that uses Ray.
+"""Encodes source parts on a Ray cluster; the only module that uses Ray.
 
-Ray moves tasks and records between our own processes as pickles; user data is never unpickled. Each attempt at a part
-writes its own folder, which this process renames to the part's name once the record has arrived. So a worker that is
-presumed dead, or outlives the build that started it, cannot do damage.
+Ray moves tasks and records between our own processes as pickles; user data is never unpickled. Each attempt at a source
+part writes its own folder, which this process renames to the part's name once the record has arrived. So a worker that
+is presumed dead, or outlives the build that started it, cannot do damage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from longctx.files import sync_path, write_synced
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Maximum attempts per part before the build ends: the part itself may kill its workers."""
+"""Maximum attempts per source part before the build ends: the part itself may kill its workers."""
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_TO_CONNECT = 10.0
 _SECONDS_TO_START = 120.0
@@ -43,11 +43,11 @@ _REASON_CHARACTERS = 240
 
 @contextlib.contextmanager
 def open_cluster(address: str | None = None, *, say: Callable[[str], None] = logger.info) -> Iterator[RayEngine]:
-    """Yield an engine for the cluster at ``address``, connected until the block ends.
+    """Yield an engine for the cluster at ``address``, connected until the ``with`` block ends.
 
     Without an address Ray chooses: ``RAY_ADDRESS``, a cluster running on this machine, or a new local one that ends
-    with the block. An existing connection is used and kept. Raises ConfigError without Ray, and ClusterError if no
-    cluster answers.
+    with the ``with`` block. An existing connection is used and kept. Raises ConfigError without Ray, and ClusterError
+    if no cluster answers.
     """
     ray = _import_ray()
     ours = not ray.is_initialized()
@@ -110,7 +110,7 @@ def _no_answer(address: str, reason: str) -> str:
 
 
 def _nodes(ray: Any) -> list[dict[str, Any]]:
-    """Return the nodes that can work: those to which a part may be assigned."""
+    """Return the nodes that can work: those to which a source part may be assigned."""
     # A head node is often configured without a CPU and may not see the files.
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
 
@@ -128,7 +128,7 @@ class RayEngine:
     def carry_out(
         self, tasks: Sequence[PartTask], context: BuildContext, *, advance: Advance, finished: OnPart
     ) -> None:
-        """Carry out all orders, retrying a part up to ``ATTEMPTS`` times in total if its worker or node is lost."""
+        """Carry out all orders; try a source part up to ``ATTEMPTS`` times if its worker or node is lost."""
         if not tasks:
             return
         nodes = _nodes(self._ray)
@@ -170,7 +170,7 @@ class RayEngine:
                     f"{_name(node)} cannot run longctx ({reason}).\nInstall this machine's longctx release there."
                 ) from error
             except ray.exceptions.RayError as error:
-                # It gets no part now: its worker, if it ever starts one, is checked in the same way.
+                # It gets no source part now: its worker, if it ever starts one, is checked in the same way.
                 logger.warning("%s was lost before its check (%s)", _name(node), _reason(error))
                 continue
             if problem is None and not node_check.has_answer(node["NodeID"]):
@@ -181,7 +181,7 @@ class RayEngine:
 
 @contextlib.contextmanager
 def _shown(folder: Path) -> Iterator[NodeCheck]:
-    """Keep a file in ``folder`` within the block, by which other machines recognize the folder."""
+    """Keep a file in ``folder`` within the ``with`` block, by which other machines recognize the folder."""
     node_check = NodeCheck(folder=folder, token=f"seen-{secrets.token_hex(8)}", versions=library_versions())
     write_synced(folder / node_check.token, node_check.token.encode())
     try:
@@ -206,7 +206,7 @@ class _Shift:
         self._ray, self._workers, self._node_check, self._setup = ray, workers, node_check, setup
         self._pending = deque(tasks)
         self._losses: Counter[int] = Counter()
-        """Lost workers per part."""
+        """Lost workers per source part."""
         self._failed_starts = 0
         self._team: list[_Worker] = []
         self._numbers = itertools.count()
@@ -293,7 +293,7 @@ class _Shift:
             worker.dismiss()
 
     def _drop_worker(self, worker: _Worker, error: Exception) -> None:
-        """Continue without a lost worker and queue its part again; raise ClusterError after too many losses."""
+        """Continue without a lost worker and queue its source part again; raise ClusterError after too many losses."""
         self._team.remove(worker)
         worker.dismiss()
         worker.remove_attempt()
@@ -337,21 +337,21 @@ class _Worker:
         self.name = name
         """Process and host, once the worker has started."""
         self.pending = handle.check_node.remote(node_check, name)
-        """Pending result: first the worker's check, then its part's reports."""
+        """Pending result: first the worker's check, then its source part's reports."""
         self.task: PartTask | None = None
         self.progress = Advanced()
-        """Progress reported for the current part."""
+        """Progress reported for the current source part."""
         self._attempt: Path | None = None
 
     def begin(self, task: PartTask) -> None:
-        """Start the worker on a part."""
+        """Start the worker on a source part."""
         self.task, self.progress = task, Advanced()
         self._attempt = task.folder.with_name(f"{task.folder.name}.{secrets.token_hex(4)}")
         carry_out = self._handle.carry_out.options(num_returns="streaming")
         self.pending = carry_out.remote(replace(task, folder=self._attempt))
 
     def report(self) -> Report | str | None:
-        """Return the next report; before the first part the reason the worker cannot work, if any.
+        """Return the next report; before the first source part the reason the worker cannot work, if any.
 
         Raises RayError if the worker is lost.
         """
@@ -361,10 +361,10 @@ class _Worker:
         return self._ray.get(next(self.pending))
 
     def deliver(self) -> None:
-        """Rename the worker's finished folder to the part's name."""
+        """Rename the worker's finished folder to the source part's name."""
         assert self.task is not None
         assert self._attempt is not None
-        # A folder that already exists is damaged, or the part would not have been assigned.
+        # A folder that already exists is damaged, or the source part would not have been assigned.
         shutil.rmtree(self.task.folder, ignore_errors=True)
         self._attempt.rename(self.task.folder)
         sync_path(self.task.folder.parent)
@@ -376,6 +376,6 @@ class _Worker:
             self._ray.kill(self._handle)
 
     def remove_attempt(self) -> None:
-        """Remove an unfinished part's files."""
+        """Remove an unfinished source part's files."""
         if self._attempt is not None:
             shutil.rmtree(self._attempt, ignore_errors=True)

@@ -100,7 +100,7 @@ class NodeWorker:
         return where(), node_check.problem(name)
 
     def carry_out(self, task: PartTask) -> Iterator[Report]:
-        """Yield the part's progress from time to time, and finally its record or failure."""
+        """Yield the source part's progress from time to time, and finally its record or failure."""
         reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
 
         due = 0.0
@@ -120,7 +120,7 @@ class NodeWorker:
                 # Send the error as a report: the caller shows a user's error as its own.
                 reports.put(Failed.of(error))
 
-        # The part reports through a callback but the caller expects a stream, so run it in a thread.
+        # The source part reports through a callback but the caller expects a stream, so run it in a thread.
         threading.Thread(target=work, daemon=True).start()
         while True:
             report = reports.get()

@@ -1,4 +1,4 @@
-"""Record of a finished part: a small file written last, so that a part with a record is complete."""
+"""Record of a finished source part: a small file written last, so that a part with a record is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from data_pipeline.shards.block_checksum import checksum_file
 from data_pipeline.shards.manifest import ShardEntry
 from longctx.files import hash_file
 
-# Changes with any field: parts in another format are rebuilt.
+# Changes with any field: source parts in another format are rebuilt.
 FORMAT = "longctx-part-3"
 RECORD_FILE = "part.json"
 SPLITS = ("training", "validation")
@@ -23,7 +23,7 @@ SPLITS = ("training", "validation")
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRecord:
-    """One split of a part."""
+    """One split of a source part."""
 
     shards: list[ShardEntry]
     documents: int
@@ -36,7 +36,7 @@ class SplitRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class PartRecord:
-    """A finished part."""
+    """A finished source part."""
 
     splits: dict[str, SplitRecord]
     skipped: dict[str, int]
@@ -44,7 +44,7 @@ class PartRecord:
     examples: dict[str, list[str]]
     """First names per reason."""
     left_out: str
-    """xxh3_128 checksum of the part's list of skips; empty without skips."""
+    """xxh3_128 checksum of the source part's list of skips; empty without skips."""
     differences: list[TextMismatch]
     """First differences in the first few inexact documents."""
     spelling: int = 0
@@ -68,7 +68,7 @@ class PartRecord:
 
     @classmethod
     def load(cls, folder: Path) -> PartRecord | None:
-        """Return the record in a part's folder; None if it is missing or damaged."""
+        """Return the record in a source part's folder; None if it is missing or damaged."""
         body = load_record(folder / RECORD_FILE, FORMAT)
         if body is None:
             return None
@@ -78,7 +78,7 @@ class PartRecord:
 
 
 def find_invalid_file(folder: Path, record: PartRecord) -> str | None:
-    """Return the first missing or damaged file in a finished part, if any."""
+    """Return the first missing or damaged file in a finished source part, if any."""
     files = [(folder / split / entry.file, entry) for split in SPLITS for entry in record.splits[split].shards]
     for path, entry in files:
         # Size first: a truncated file is found without reading it.

@@ -1,4 +1,4 @@
-"""Encodes or signs one part into its own folder: the same in this process, in a worker, or on another machine."""
+"""Encodes or signs one source part into its own folder: in this process, a worker, or on another machine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Advance = Callable[[Advanced], None]
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeJob:
-    """Options for encoding every part."""
+    """Options for encoding every source part."""
 
     read_as: ReadAs
     validation_fraction: float
@@ -78,7 +78,7 @@ def encode_part(
     advance: Advance,
     decision: PartDecision | None = None,
 ) -> PartRecord:
-    """Fill ``folder`` with the part's shards and lists, and write its record last.
+    """Fill ``folder`` with the source part's shards and lists, and write its record last.
 
     ``decision`` selects the documents that are kept and the split for some of them. Remains of a killed worker are
     removed first.
@@ -96,7 +96,7 @@ def encode_part(
                 pairs=job.read_as.fields.kind == PAIRS,
                 paragraphs=job.paragraphs,
             )
-        # One list per part; ``assemble_folder`` concatenates them in source order.
+        # One list per source part; ``assemble_folder`` concatenates them in source order.
         left_out = LeftOutFile(folder)
         reader = SourceReader(job.read_as, left_out.add)
         chosen = _Chosen(decision, reader.documents(part.pieces), one_by_one=job.chat is not None)
@@ -104,7 +104,7 @@ def encode_part(
         num_mismatched, differences = _write_documents(
             chosen, writers, reader, job=job, tokenizer=tokenizer, control_counter=control_counter, advance=advance
         )
-        # No manifest per part: ``assemble_folder`` writes one for all parts.
+        # No manifest per source part: ``assemble_folder`` writes one for all parts.
         for writer in writers.values():
             writer.close()
         record = PartRecord(
@@ -125,7 +125,7 @@ def encode_part(
 
 
 def sign_part(part: SourcePart, folder: Path, *, job: EncodeJob, advance: Advance) -> SignedRecord:
-    """Fill ``folder`` with the hashes and signatures of the part's texts, and write its record last.
+    """Fill ``folder`` with the hashes and signatures of the source part's texts, and write its record last.
 
     Remains of a killed worker are removed first. Skipped records are not listed: the second pass finds them again.
     """
@@ -139,7 +139,7 @@ def sign_part(part: SourcePart, folder: Path, *, job: EncodeJob, advance: Advanc
 
 
 class _Chosen:
-    """Kept documents in a part, and the split for each."""
+    """Kept documents in a source part, and the split for each."""
 
     def __init__(
         self, decision: PartDecision | None, documents: Iterator[Document], *, one_by_one: bool = False
@@ -187,7 +187,9 @@ def _write_documents(
     control_counter: ControlTokenCounter,
     advance: Advance,
 ) -> tuple[dict[str, int], list[TextMismatch]]:
-    """Encode the part's documents into the splits' writers; return inexact counts per split and first differences."""
+    """Encode the source part's documents into the splits' writers; return inexact counts per split and first
+    differences.
+    """
     num_mismatched: dict[str, int] = dict.fromkeys(SPLITS, 0)
     differences: list[TextMismatch] = []
     text_bytes = 0

@@ -1,4 +1,4 @@
-"""Encodes parts in several local processes; the first failure ends all of them."""
+"""Encodes source parts in several local processes; the first failure ends all of them."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ def usable_cores() -> int:
 
 
 class LocalEngine:
-    """Engine with local processes, one per worker while there are enough parts; remaining workers become threads."""
+    """Engine with local processes, one per worker while there are enough source parts; remaining workers become
+    threads.
+    """
 
     def carry_out(
         self, tasks: Sequence[PartTask], context: BuildContext, *, advance: Advance, finished: OnPart
     ) -> None:
-        """Carry out all orders, in this process if there is only one core or one part."""
+        """Carry out all orders, in this process if there is only one core or one source part."""
         workers = context.workers or usable_cores()
         processes = min(workers, len(tasks))
         if not processes:
             return
-        # If there are fewer parts than cores, each worker uses several threads.
+        # If there are fewer source parts than cores, each worker uses several threads.
         threads = workers // processes
         if processes == 1:
             with _threads(context.tokenizer, threads):
@@ -57,7 +59,8 @@ class LocalEngine:
                 worker.send(setup)
             _assign_tasks(tasks, team, advance=advance, finished=finished)
         finally:
-            # Kill all workers before waiting for the first. SIGKILL is safe: a part without a record is discarded.
+            # Kill all workers before waiting for the first. SIGKILL is safe: a source part without a record is
+            # discarded.
             for worker in team:
                 worker.kill()
             for worker in team:
@@ -65,7 +68,7 @@ class LocalEngine:
 
 
 def _assign_tasks(tasks: Sequence[PartTask], team: list[_Worker], *, advance: Advance, finished: OnPart) -> None:
-    """Assign the next part to every idle worker until all are done."""
+    """Assign the next source part to every idle worker until all are done."""
     pending = iter(tasks)
     for worker in team:
         worker.begin(next(pending))
@@ -81,7 +84,7 @@ def _assign_tasks(tasks: Sequence[PartTask], team: list[_Worker], *, advance: Ad
                     del busy[worker.connection]
                 else:
                     worker.begin(next_task)
-        # Workers count only their current part; finished parts are no longer included.
+        # Workers count only their current source part; finished parts are no longer included.
         advance(sum((worker.progress for worker in busy.values()), Advanced()))
 
 
@@ -99,10 +102,10 @@ class _Worker:
             )
         self._task: PartTask | None = None
         self.progress = Advanced()
-        """Progress reported for the current part."""
+        """Progress reported for the current source part."""
 
     def begin(self, task: PartTask) -> None:
-        """Send a part to work on."""
+        """Send a source part to work on."""
         self._task, self.progress = task, Advanced()
         self.send(task)
 
@@ -112,7 +115,7 @@ class _Worker:
             self.connection.send(message)
 
     def report(self) -> tuple[SourcePart, Record | None]:
-        """Return the worker's part, with the record if the part is done; raise the error that ended the worker."""
+        """Return the worker's source part, with the record if it is done; raise the error that ended the worker."""
         assert self._task is not None
         with self._convert_disconnect():
             report = self.connection.recv()
@@ -135,7 +138,7 @@ class _Worker:
 
     @contextlib.contextmanager
     def _convert_disconnect(self) -> Iterator[None]:
-        """Convert a lost connection within the block to a ClusterError that names the worker's part."""
+        """Convert a lost connection within the ``with`` block to a ClusterError that names the worker's source part."""
         try:
             yield
         except (EOFError, ConnectionResetError, BrokenPipeError) as error:
@@ -151,7 +154,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _threads(tokenizer: Tokenizer, threads: int) -> Iterator[None]:
-    """Set the tokenizer's thread count within the block."""
+    """Set the tokenizer's thread count within the ``with`` block."""
     before, tokenizer.threads = tokenizer.threads, threads
     try:
         yield
@@ -161,8 +164,8 @@ def _threads(tokenizer: Tokenizer, threads: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _block_sigint() -> Iterator[None]:
-    """Block SIGINT for processes started within the block: Ctrl-C reaches the full process group, and the parent ends
-    its workers.
+    """Block SIGINT for processes started within the ``with`` block: Ctrl-C reaches the full process group, and the
+    parent ends its workers.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

@@ -1,4 +1,4 @@
-"""Divides a source into parts: the unit that one worker encodes and that a restart does not repeat."""
+"""Divides a source into source parts: the unit that one worker encodes and that a restart does not repeat."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from data_pipeline.prepare.readers.file_pieces import CUT_BYTES
 from data_pipeline.prepare.source_items import FilePiece
 
 PART_BYTES = CUT_BYTES
-"""Maximum bytes on disk per part, unless a single piece has more. Part of the format: a shard never spans parts."""
+"""Maximum bytes on disk per source part, unless a single file piece has more. Part of the format: a shard never spans
+several parts.
+"""
 
 # Approximate for text with a vocabulary of a hundred thousand; a smaller one gives a second, partly filled shard.
 _BYTES_PER_TOKEN = 4
@@ -20,7 +22,7 @@ _BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class SourcePart:
-    """Consecutive pieces of the source."""
+    """Consecutive file pieces: what one worker encodes."""
 
     number: int
     pieces: tuple[FilePiece, ...]
@@ -38,12 +40,12 @@ class SourcePart:
 
 
 def part_bytes(shard_tokens: int) -> int:
-    """Return the part size: text for one shard with ``shard_tokens`` tokens, and at least ``PART_BYTES``."""
+    """Return the source part size: text for one shard with ``shard_tokens`` tokens, and at least ``PART_BYTES``."""
     return max(PART_BYTES, _BYTES_PER_TOKEN * shard_tokens)
 
 
 def split_into_parts(pieces: Iterable[FilePiece], most_bytes: int) -> list[SourcePart]:
-    """Group the pieces, in order, into parts of up to ``most_bytes``, with at least one piece each.
+    """Group the file pieces, in order, into source parts of up to ``most_bytes``, with at least one piece each.
 
     A pure function of the listing: a document's shard depends on neither workers nor interruptions.
     """
@@ -51,7 +53,7 @@ def split_into_parts(pieces: Iterable[FilePiece], most_bytes: int) -> list[Sourc
     open_pieces: list[FilePiece] = []
     size = 0
     for piece in pieces:
-        # Greedy and in order: with best fit, a document's position would depend on the pieces after it.
+        # Greedy and in order: with best fit, a document's position would depend on the file pieces after it.
         if open_pieces and size + piece.size > most_bytes:
             parts.append(SourcePart(len(parts), tuple(open_pieces)))
             open_pieces, size = [], 0
@@ -63,7 +65,7 @@ def split_into_parts(pieces: Iterable[FilePiece], most_bytes: int) -> list[Sourc
 
 
 def hash_parts(parts: Sequence[SourcePart]) -> str:
-    """Return the xxh3_128 checksum over the assignment of pieces to parts."""
+    """Return the xxh3_128 checksum over the assignment of file pieces to source parts."""
     digest = xxhash.xxh3_128()
     for part in parts:
         # Use names and not paths: a corpus may be mounted elsewhere when the build continues.

@@ -40,7 +40,7 @@ KEPT = "Finished parts are kept: run the same command again to resume."
 """Message for a build that ends early."""
 
 Recipe = dict[str, Any]
-"""Inputs that determine the output: parts from another recipe cannot be reused."""
+"""Inputs that determine the output: source parts from another recipe cannot be reused."""
 
 
 def move_shard(path: Path, to: Path) -> None:
@@ -70,15 +70,15 @@ class Staging:
         """Lock file handle: a process that inherits it keeps the folder closed to other builds."""
 
     def part_folder(self, number: int) -> Path:
-        """Return the folder for a part's shards."""
+        """Return the folder for a source part's shards."""
         return self.folder / _PARTS / f"{number:05d}"
 
     def signatures_folder(self, number: int) -> Path:
-        """Return the folder for a part's text hashes."""
+        """Return the folder for a source part's text hashes."""
         return self.signatures / f"{number:05d}"
 
     def finished(self, count: int) -> tuple[dict[int, PartRecord], list[str]]:
-        """Return the records of intact parts, by number, and the damaged files in others."""
+        """Return the records of intact source parts, by number, and the damaged files in others."""
         records: dict[int, PartRecord] = {}
         invalid_files: list[str] = []
         for number in range(count):
@@ -93,12 +93,12 @@ class Staging:
         return records, invalid_files
 
     def moves(self, records: list[PartRecord]) -> Iterator[tuple[str, ShardEntry, Path]]:
-        """Yield each shard's split, its entry in the assembled folder, and its path in its part."""
+        """Yield each shard's split, its entry in the assembled folder, and its path in its source part."""
         for split in SPLITS:
             number = 0
             for part, record in enumerate(records):
                 for entry in record.splits[split].shards:
-                    # Numbered across parts, so that names do not reveal the division into parts.
+                    # Numbered across source parts, so that names do not reveal the division into parts.
                     moved = dataclasses.replace(entry, file=f"{number:05d}.arrow")
                     yield split, moved, self.part_folder(part) / split / entry.file
                     number += 1
@@ -110,12 +110,12 @@ class Staging:
         return self.whole / split
 
     def take_back(self, count: int) -> None:
-        """Undo a killed assembly: move shards back to their parts."""
+        """Undo a killed assembly: move shards back to their source parts."""
         if not self.whole.exists():
             return
         loaded = [PartRecord.load(self.part_folder(number)) for number in range(count)]
         records = [record for record in loaded if record is not None]
-        # An assembly starts when all parts are complete; if one is missing, its contents cannot be trusted.
+        # An assembly starts when all source parts are complete; if one is missing, its contents cannot be trusted.
         if len(records) == count:
             for split, entry, home in self.moves(records):
                 move_shard(self.split_folder(split) / entry.file, home)
@@ -128,7 +128,7 @@ class Staging:
         for path in self.whole.rglob("*"):
             sync_path(path)
         sync_path(self.whole)
-        # Two renames, and between them no output: a build that is killed there continues from the parts.
+        # Two renames, and between them no output: a build that is killed there continues from the source parts.
         if self.output.exists() and any(self.output.iterdir()):
             shutil.rmtree(retired, ignore_errors=True)
             self.output.rename(retired)
@@ -144,8 +144,8 @@ def open_staging(
 ) -> Iterator[Staging]:
     """Yield the locked staging folder for ``output``, with the remains of an earlier build of the same recipe.
 
-    Raises DataError if another build writes there, or if a build with another recipe left finished parts there, unless
-    ``overwrite``. After an error the folder is kept if a part is finished, and removed otherwise.
+    Raises DataError if another build writes there, or if a build with another recipe left finished source parts there,
+    unless ``overwrite``. After an error the folder is kept if a part is finished, and removed otherwise.
     """
     folder = staging_folder(output)
     with convert_write_errors(output, kept=KEPT):
@@ -276,7 +276,7 @@ def assemble_folder(
     options: dict[str, Any],
     outcome: Outcome | None = None,
 ) -> None:
-    """Assemble all parts, in order, into a shard folder in ``staging.whole``. Shards are moved, not copied.
+    """Assemble all source parts, in order, into a shard folder in ``staging.whole``. Shards are moved, not copied.
 
     ``outcome`` is the decision on duplicates, if they were searched.
     """
@@ -336,7 +336,7 @@ def _copy_duplicates(staging: Staging, outcome: Outcome | None) -> dict[str, Any
 
 
 def _sums(records: list[PartRecord], split: str) -> dict[str, Any]:
-    """Return the manifest's counts for a split, over all parts."""
+    """Return the manifest's counts for a split, over all source parts."""
     # Only totals: for a large corpus, lists of documents would fill the memory.
     parts = [record.splits[split] for record in records]
     lengths: Counter[str] = Counter()

@@ -30,7 +30,7 @@ def main(handle: int) -> None:
     """Work until the other end of the connection is closed."""
     connection = Connection(handle)
     threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
-    # The parent is gone. A partial part has no record and is discarded.
+    # The parent is gone. An unfinished source part has no record and is discarded.
     with contextlib.suppress(EOFError, ConnectionError):
         worker = NodeWorker(connection.recv(), _SECONDS_BETWEEN_REPORTS)
         while True:

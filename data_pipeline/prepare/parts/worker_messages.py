@@ -49,7 +49,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class PartTask:
-    """A part to encode or to sign."""
+    """A source part to encode or to sign."""
 
     part: SourcePart
     folder: Path
@@ -100,7 +100,7 @@ Report = Advanced | Record | Failed
 
 
 def carry_out(task: PartTask, *, job: EncodeJob, tokenizer: Callable[[], Tokenizer], advance: Advance) -> Record:
-    """Encode or sign an order's part. ``tokenizer`` is called only if it is needed."""
+    """Encode or sign an order's source part. ``tokenizer`` is called only if it is needed."""
     if task.signs:
         return sign_part(task.part, task.folder, job=job, advance=advance)
     return encode_part(task.part, task.folder, job=job, tokenizer=tokenizer(), advance=advance, decision=task.decision)

@@ -27,14 +27,14 @@ _OLD_COMPRESSION = b"ARROW:experimental_compression"
 class BoundedMessages(io.RawIOBase):
     """Byte stream over checked messages.
 
-    Reading raises DamageError if a batch expands too much, and ArrowInvalid if a message is malformed.
+    Reading raises FileContentError if a batch expands too much, and ArrowInvalid if a message is malformed.
     """
 
     def __init__(self, stream: BinaryIO, most_bytes: int) -> None:
         """Initialize; no body, nor all dictionaries together, may exceed ``most_bytes``, whatever the headers state."""
         super().__init__()
         self._stream, self._most_bytes = stream, most_bytes
-        # Remaining parts of the current message.
+        # Remaining buffers of the current message (length prefix, header, body).
         self._parts: list[bytes] = []
         # Totals over all dictionary batches, since each may extend the previous one.
         self._dictionary_bytes = self._dictionary_stated = 0
@@ -55,7 +55,7 @@ class BoundedMessages(io.RawIOBase):
             part = self._parts.pop(0)
             if len(part) > size:
                 self._parts.insert(0, part[size:])
-            # Arrow requests exactly one part at a time, so bodies are not copied.
+            # Arrow requests exactly one of these buffers at a time, so bodies are not copied.
             found.append(part[:size])
             size -= len(found[-1])
         return found[0] if len(found) == 1 else b"".join(found)

@@ -1,8 +1,8 @@
 """Comma- and tab-separated values: each row is one document, and the first row names the columns.
 
-Uses Python's reader and not Arrow's, whose rows must fit into a fixed block size: a cell may contain a full book. TSV
-is split by hand: a row is a line, and quotes are ordinary characters. Read as CSV, a quote would silently swallow the
-rows up to the next quote.
+Uses Python's reader and not Arrow's, whose rows must fit into the fixed size of its read buffer: a cell may contain a
+full book. TSV is split by hand: a row is a line, and quotes are ordinary characters. Read as CSV, a quote would
+silently swallow the rows up to the next quote.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
         nonlocal length, cells, quotes
         for line in lines:
             length += len(line)
-            # Every second part is in quotes, also if they started on a previous line; doubled quotes cancel out.
+            # Every second substring is in quotes, also if they started on a previous line; doubled quotes cancel out.
             parts = line.split('"')
             cells += sum(part.count(",") for part in parts[quotes % 2 :: 2])
             quotes += len(parts) - 1
@@ -164,7 +164,7 @@ def _tsv_cells(line: str) -> list[str]:
 
 
 def _lines(source: OpenFile, newline: str) -> Iterator[str]:
-    """Yield lines with their line ends; raise DamageError if one exceeds the maximum record length."""
+    """Yield lines with their line ends; raise FileContentError if one exceeds the maximum record length."""
     # Bytes that are not UTF-8 become lone surrogates, so that they invalidate only their own row.
     text = io.TextIOWrapper(source.stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
     try:

@@ -51,7 +51,9 @@ class _Frame(Protocol):
 
 
 class Decompressed(io.BufferedIOBase):
-    """Decompressed bytes of a file. Reading raises DamageError only after all bytes before the damage were returned."""
+    """Decompressed bytes of a file. Reading raises FileContentError only after all bytes before the damage were
+    returned.
+    """
 
     def __init__(self, raw: BinaryIO, compression: str) -> None:
         """Initialize the stream; ``raw`` must be at its start."""
@@ -112,7 +114,7 @@ class Decompressed(io.BufferedIOBase):
         return bool(self._output)
 
     def _next(self) -> bytes:
-        """Return output from the next file blocks; empty at the end."""
+        """Return output from the next input buffers; empty at the end."""
         output = b""
         while not output:
             if not self._is_full:
@@ -140,7 +142,7 @@ class Decompressed(io.BufferedIOBase):
             self._frame_at, self._padding, self._given = self._at, 0, 0
 
     def _decompress(self, frame: _Frame) -> bytes:
-        """Return the frame's output for the input; raise DamageError if the input is invalid."""
+        """Return the frame's output for the input; raise FileContentError if the input is invalid."""
         try:
             output, self._is_full = _some(frame, self._input)
         except _ERRORS as error:
@@ -187,13 +189,13 @@ class Decompressed(io.BufferedIOBase):
         return b"".join(output)
 
     def _check_end(self) -> None:
-        """Raise DamageError if the file must not end here."""
+        """Raise FileContentError if the file must not end here."""
         if self._frame is not None:
             raise FileContentError("it ends before its compressed data does")
         self._check_padding()
 
     def _check_padding(self) -> None:
-        """Raise DamageError if padding has an invalid length."""
+        """Raise FileContentError if padding has an invalid length."""
         if self._padding and self._padding % _PADDING[self._compression]:
             raise FileContentError(f"its {self._padding} zero bytes of padding are no multiple of 4")
 

@@ -1,4 +1,4 @@
-"""Splits a large file into pieces of complete records, found while its checksum is computed."""
+"""Splits a large file into file pieces of complete records, found while its checksum is computed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from data_pipeline.prepare.readers.parquet_pages import column_metadata
 from data_pipeline.prepare.source_items import File, FilePiece, full_piece
 
 CUT_BYTES = 1 << 28
-"""Approximate piece size. Part of the format: another value would assign documents to other shards."""
+"""Approximate file piece size. Part of the format: another value would assign documents to other shards."""
 _READ_BYTES = 1 << 22
 
 
 def hash_and_cut(file: File, cut_bytes: int) -> tuple[str, list[FilePiece]]:
-    """Return a file's xxh3_128 checksum and its pieces: several for large plain JSON Lines and Parquet, otherwise one.
+    """Return a file's xxh3_128 checksum and its file pieces: several for large plain JSON Lines and Parquet, otherwise
+    one.
 
     Raises OSError if the file cannot be read.
     """
@@ -36,7 +37,7 @@ def hash_and_cut(file: File, cut_bytes: int) -> tuple[str, list[FilePiece]]:
         pieces = _line_pieces(file, lines.splits)
     elif file.format.kind == "parquet" and file.size > cut_bytes:
         pieces = _group_pieces(file, cut_bytes)
-    # A single piece has no end, like a file that cannot be split.
+    # A single file piece has no end, like a file that cannot be split.
     if len(pieces) < 2:
         pieces = [full_piece(file)]
     return digest.hexdigest(), pieces
@@ -67,7 +68,7 @@ class _LineSplitter:
 
 
 def _line_pieces(file: File, splits: list[tuple[int, int]]) -> list[FilePiece]:
-    """Return the pieces between these cuts."""
+    """Return the file pieces between these cuts."""
     ends = [cut for cut in splits if cut[0] < file.size]
     edges = [(0, 0), *ends, (file.size, 0)]
     return [
@@ -77,7 +78,7 @@ def _line_pieces(file: File, splits: list[tuple[int, int]]) -> list[FilePiece]:
 
 
 def _group_pieces(file: File, cut_bytes: int) -> list[FilePiece]:
-    """Return consecutive row groups as pieces; empty if the footer is damaged, which the reader reports."""
+    """Return consecutive row groups as file pieces; empty if the footer is damaged, which the reader reports."""
     try:
         with file.path.open("rb") as raw:
             # Read only the footer.

@@ -32,7 +32,7 @@ def records_in_lines(source: OpenFile, prefix: bytes = b"") -> Iterator[Record |
 
 def _lines(stream: BinaryIO, prefix: bytes) -> Iterator[bytes]:
     r"""Yield lines without their newline; only ``\n`` ends a line, as JSON Lines requires."""
-    # Iterating over the stream would also end lines at \r and at Unicode line separators. Collect a long line's blocks
+    # Iterating over the stream would also end lines at \r and at Unicode line separators. Collect a long line's buffers
     # and join them once, to avoid quadratic copying.
     unfinished: list[bytes] = []
     length = 0
@@ -158,7 +158,7 @@ class _Buffer:
         self._at += 1
 
     def take_value(self) -> Any:
-        """Consume and return the next value; raise DamageError if it is not JSON."""
+        """Consume and return the next value; raise FileContentError if it is not JSON."""
         self.next_character()
         while True:
             try:

@@ -63,7 +63,7 @@ def find_odd(schema: pa.Schema, fields: Fields) -> str:
 
 
 def records_in(batch: pa.RecordBatch, piece: FilePiece, first: int) -> Iterator[Record | Skip]:
-    """Yield a batch's rows as records; raise DamageError if a row expands too much."""
+    """Yield a batch's rows as records; raise FileContentError if a row expands too much."""
     rows: list[dict[str, Any]] = []
     values, num_bytes = _count_values(batch.columns)
     if values <= _VALUES_TOGETHER and num_bytes <= _BYTES_TOGETHER:
@@ -79,7 +79,7 @@ def records_in(batch: pa.RecordBatch, piece: FilePiece, first: int) -> Iterator[
 
 
 def _record(row: pa.RecordBatch, name: str, piece: FilePiece) -> Record | Skip:
-    """Convert one row to a record, or to a Skip with the reason; raise DamageError if it expands too much."""
+    """Convert one row to a record, or to a Skip with the reason; raise FileContentError if it expands too much."""
     values, num_bytes = _count_values(row.columns)
     check_cells(values)
     check_length(num_bytes)
@@ -172,7 +172,7 @@ def _named_bytes(column: pa.DictionaryArray) -> int:
 
 
 def _viewed_bytes(column: pa.Array) -> int:
-    """Return the total text length in a column of views: many views may share the same bytes."""
+    """Return the total text length in a column of views: many views may refer to the same bytes."""
     # A view is 16 bytes, with the length in the first four. Arrow has no function for it.
     views = np.frombuffer(column.buffers()[1], np.int32).reshape(-1, 4)
     lengths = views[column.offset : column.offset + len(column), 0].astype(np.int64)

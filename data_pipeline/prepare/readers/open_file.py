@@ -16,7 +16,7 @@ _HEAD_BYTES = 64
 
 
 class OpenFile:
-    """A file, or a piece of it, being read."""
+    """A file, or one file piece, being read."""
 
     def __init__(self, piece: FilePiece, raw: BinaryIO, stream: BinaryIO) -> None:
         self.piece = piece
@@ -53,7 +53,7 @@ class OpenFile:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of this piece read from disk so far."""
+        """Bytes of this file piece read from disk so far."""
         if self.share is not None:
             return int(self.share * self.piece.size)
         return min(self.raw.tell() - self.piece.start, self.piece.size)

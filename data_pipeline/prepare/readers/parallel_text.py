@@ -82,7 +82,7 @@ def read_lines_of_two(source: OpenFile, fields: Fields) -> Iterator[Item]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield lines without their line ends; raise DamageError if one exceeds the maximum record length."""
+    """Yield lines without their line ends; raise FileContentError if one exceeds the maximum record length."""
     rest = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
     while block := stream.read(_READ_BYTES):
         *whole_lines, rest = (rest + block).split(b"\n")

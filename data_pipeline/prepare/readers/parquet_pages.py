@@ -21,7 +21,7 @@ from data_pipeline.prepare.source_items import FileContentError
 DICTIONARY = 2
 """Page type; 0 and 3 are data pages, and Arrow ignores any other."""
 DELTA_LENGTH, DELTA_PREFIX = 6, 7
-"""Encodings that decode all text lengths at once, or let a text share its predecessor's prefix."""
+"""Encodings that decode all text lengths at once, or let a text refer to its predecessor's prefix."""
 _DATA = {0: 5, 3: 8}
 """Data page types, and the header field that describes each."""
 _ENCODING = {0: 2, 3: 4}
@@ -61,7 +61,7 @@ def column_metadata(table: pq.ParquetFile, group: int, numbers: Sequence[int]) -
 def max_row_bytes(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
     """Return a column chunk's approximate maximum memory per row in bytes; the file position is unchanged.
 
-    Raises DamageError if a page expands to far more than its size or has an unreadable header.
+    Raises FileContentError if a page expands to far more than its size or has an unreadable header.
     """
     at = raw.tell()
     try:
@@ -71,10 +71,10 @@ def max_row_bytes(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
 
 
 def longest_in_lists(raw: BinaryIO, column: pq.ColumnChunkMetaData, num_rows: int) -> tuple[int, int]:
-    """Return the approximate memory per row of lists in bytes, and the chunk's total value count.
+    """Return the approximate memory per row of lists in bytes, and the column chunk's total value count.
 
-    Dictionaries stay encoded, so a row holds the indices of its entries. Like ``max_row_bytes``, raises DamageError if
-    a page expands to far more than its size.
+    Dictionaries stay encoded, so a row holds the indices of its entries. Like ``max_row_bytes``, raises
+    FileContentError if a page expands to far more than its size.
     """
     at = raw.tell()
     longest = values = 0
@@ -91,7 +91,7 @@ def longest_in_lists(raw: BinaryIO, column: pq.ColumnChunkMetaData, num_rows: in
 
 
 def read_pages(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> Iterator[Page]:
-    """Yield the pages that Arrow would read; raise DamageError at an unreadable header, at which Arrow fails too."""
+    """Yield the pages that Arrow would read; raise FileContentError at an unreadable header, as Arrow would."""
     begin = column.data_page_offset
     if column.dictionary_page_offset:
         begin = min(begin, column.dictionary_page_offset)
@@ -105,11 +105,11 @@ def read_pages(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> Iterator[Page]:
 
 
 def _longest(page: Page) -> int:
-    """Return a page's approximate maximum memory per row in bytes; raise DamageError if it expands too much."""
+    """Return a page's approximate maximum memory per row in bytes; raise FileContentError if it expands too much."""
     check_block(page.uncompressed_bytes, page.compressed_bytes)
     if page.encoding in (DELTA_LENGTH, DELTA_PREFIX):
         check_block(page.num_values * ITEM_CHARACTERS, page.compressed_bytes)
-    # Any row may refer to the longest dictionary entry or share a long prefix, so assume the full page per row;
+    # Any row may refer to the longest dictionary entry or reuse a long prefix, so assume the full page per row;
     # otherwise assume the mean.
     if page.kind == DICTIONARY or page.encoding == DELTA_PREFIX:
         return page.uncompressed_bytes

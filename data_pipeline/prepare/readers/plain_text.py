@@ -62,7 +62,7 @@ def _contains_records(head: bytes, text_field: str) -> bool:
         return False
     first, stop = _object(text, 0)
     if first is None:
-        # The first record is longer than the part that was read, so search it for a known field.
+        # The first record is longer than the range that was read, so search it for a known field.
         names = [text_field]
         names += [fields[-1] for fields in FIELDS.values()]
         keys = "|".join(re.escape(json.dumps(name)) for name in names)

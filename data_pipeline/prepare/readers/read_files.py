@@ -41,7 +41,7 @@ _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 
 
 def read_documents(piece: FilePiece, fields: Fields) -> Iterator[tuple[Item, int]]:
-    """Yield a file's or piece's documents, each with the number of bytes on disk read so far.
+    """Yield a file piece's documents, each with the number of bytes on disk read so far.
 
     A damaged file ends with a Skip that reports it, after the documents before the damage. Raises DataError if the
     system fails to read a file that could be opened: another attempt could give other documents.
@@ -72,7 +72,7 @@ def read_documents(piece: FilePiece, fields: Fields) -> Iterator[tuple[Item, int
             ) from error
         yield _invalid_file_skip(file, error, documents), piece.size
         return
-    # A piece may contain only blank lines, which does not make its file empty.
+    # A file piece may contain only blank lines, which does not make its file empty.
     if not items and piece.stop is None:
         yield Skip(file.name, "empty"), piece.size
 
@@ -82,7 +82,7 @@ def _read_joined(joined: Joined, fields: Fields) -> Iterator[tuple[Item, int]]:
     # Join once at the end: otherwise a document with many files would be copied for each file.
     texts: list[str] = []
     passed = characters = 0
-    # Each file alone may expand to more than its share of a document.
+    # Limits per file add up to more than one document's limit, so check the total as well.
     most = allowance(sum(file.size for file in joined.files))
     for file in joined.files:
         for item, bytes_read in read_documents(full_piece(file), fields):

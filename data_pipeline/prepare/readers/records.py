@@ -131,7 +131,7 @@ def no_field_reason(field: str) -> str:
 
 
 def check_length(count: int) -> None:
-    """Raise DamageError if a record exceeds the maximum length."""
+    """Raise FileContentError if a record exceeds the maximum length."""
     if count > MAX_RECORD_BYTES:
         raise FileContentError(f"a record is longer than {MAX_RECORD_BYTES >> 30} GiB")
 
@@ -142,13 +142,13 @@ def allowance(num_bytes: int) -> int:
 
 
 def check_expansion(size: int, num_bytes: int) -> None:
-    """Raise DamageError if ``size``, the bytes or characters expanded from ``num_bytes`` on disk, is too large."""
+    """Raise FileContentError if ``size``, the bytes or characters expanded from ``num_bytes`` on disk, is too large."""
     if size > allowance(num_bytes):
         raise FileContentError(f"{num_bytes:,} bytes of it become more than {allowance(num_bytes):,}")
 
 
 def check_block(size: int, num_bytes: int) -> None:
-    """Raise DamageError if ``size``, the bytes expanded from a page or batch with ``num_bytes``, is too large."""
+    """Raise FileContentError if ``size``, the bytes expanded from a page or batch with ``num_bytes``, is too large."""
     check_expansion(size, num_bytes)
     most = MAX_RECORD_BYTES + MAX_BLOCK_GROWTH * num_bytes
     if size > most:
@@ -156,13 +156,13 @@ def check_block(size: int, num_bytes: int) -> None:
 
 
 def check_cells(count: int) -> None:
-    """Raise DamageError if a row has too many cells."""
+    """Raise FileContentError if a row has too many cells."""
     if count > MOST_VALUES:
         raise FileContentError(f"a record has more than {MOST_VALUES:,} values")
 
 
 def check_values(text: str) -> None:
-    """Raise DamageError if JSON has too many values, before they are created."""
+    """Raise FileContentError if JSON has too many values, before they are created."""
     # Fast path: most records are far below the limit even if separators inside strings are counted.
     if sum(map(text.count, ",:{[")) <= MOST_VALUES:
         return
@@ -173,7 +173,7 @@ def check_values(text: str) -> None:
 
 
 def read_record_bytes(stream: BinaryIO) -> bytes:
-    """Return the rest of a stream; raise DamageError, without reading on, if it exceeds the maximum record length."""
+    """Return the rest of a stream; raise FileContentError, without reading on, if it exceeds the record limit."""
     pieces: list[bytes] = []
     left = MAX_RECORD_BYTES + 1
     # Loop to the end: before damage a compressed stream returns less than requested.

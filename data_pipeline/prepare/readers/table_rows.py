@@ -171,7 +171,7 @@ def _open_arrow(source: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
 
 
 def _stream_batches(stream: pa.ipc.RecordBatchStreamReader, source: OpenFile) -> Iterator[pa.RecordBatch]:
-    """Yield the batches in an Arrow IPC stream; raise DamageError if more data follows its end."""
+    """Yield the batches in an Arrow IPC stream; raise FileContentError if more data follows its end."""
     yield from stream
     # Arrow stops there and silently ignores a second stream.
     if source.stream.read(1):
@@ -182,7 +182,7 @@ def _file_batches(stream: pa.ipc.RecordBatchStreamReader, source: OpenFile) -> I
     """Yield the batches in an Arrow IPC file, in the order of the stream that it contains.
 
     Its footer is at the end: a truncated file has none, and in two concatenated files the second footer points into the
-    first file. Both raise DamageError after the batches that can be read.
+    first file. Both raise FileContentError after the batches that can be read.
     """
     raw, begin = source.raw, source.raw.tell()
     problem, count = None, 0

@@ -92,9 +92,9 @@ class Encoder:
         return self._create_pair(start or self.begin(), whole[len(start) :], context, continuation)
 
     def windows(self, text: str, max_length: int) -> list[Pair]:
-        """Split a text into parts for its perplexity: each id is in the continuation of exactly one part.
+        """Split a text into windows for its perplexity: each id is in the continuation of exactly one window.
 
-        As in lm-eval, parts have ``max_length`` ids, and the last part gets as much context as fits.
+        As in lm-eval, windows have ``max_length`` ids, and the last window gets as much context as fits.
         """
         ids = self.text(text)
         pairs = []

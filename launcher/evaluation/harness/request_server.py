@@ -1,4 +1,4 @@
-"""Rank 0 runs lm-eval and broadcasts requests; the other ranks wait for them and compute their share.
+"""Rank 0 runs lm-eval and broadcasts requests; the other ranks wait for them and compute their portion.
 
 Tasks, datasets, scores and files exist on rank 0 only. Other ranks see only settings and token ids.
 """
@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 
 class HarnessWorker:
-    """This rank's model shard and share of the work. Ranks in a context group share each text."""
+    """This rank's model shard and portion of the work. Ranks in a context group share each text."""
 
     def __init__(self, settings: Settings, model_source: ModelSource, device: torch.device) -> None:
         """Load the model. Collective."""
@@ -39,7 +39,7 @@ class HarnessWorker:
         self._model = build_decoder(model_source, self.mesh, getattr(torch, settings.dtype), device)
 
     def score(self, pairs: Sequence[Pair]) -> dict[int, Score]:
-        """Return the scores for this rank's share of pairs, by index."""
+        """Return the scores for this rank's portion of pairs, by index."""
         groups = by_context(pairs)
         # Continuations of one context go to one rank, which reads it once.
         costs = [sum(pairs[index].num_read for index in group) for group in groups]
@@ -62,7 +62,7 @@ class HarnessWorker:
     def generate(
         self, prompts: Sequence[tuple[int, Sequence[int]]], generation: GenerationRequest, many: int
     ) -> dict[int, str]:
-        """Return the texts generated from this rank's share of prompts, by index.
+        """Return the texts generated from this rank's portion of prompts, by index.
 
         ``prompts`` are (number, ids), at least one; a sampled text's seed is the base seed plus its number. Up to
         ``many`` prompts are generated together if they fit in memory. Collective.
@@ -80,7 +80,7 @@ class HarnessWorker:
                 found[index] = self._text(new_ids, generation)
             return found
         assert isinstance(generation.strategy, (Greedy, Beams))
-        # Use all prompts, not this rank's share: every rank must pass the same number.
+        # Use all prompts, not this rank's portion: every rank must pass the same number.
         many = fitting_together(
             self._model_source.model,
             self.mesh,
@@ -104,7 +104,7 @@ class HarnessWorker:
 
     def _packs(self, pairs: Sequence[Pair], group: list[int]) -> bool:
         """Return True if a context's pairs are read in full, each packed in a row with others."""
-        # In a context group each rank reads a part of one text, so rows with several texts are not possible.
+        # In a context group each rank reads a shard of one text, so rows with several texts are not possible.
         if self.mesh.context > 1 or not can_share(self._model):
             return False
         if max(pairs[index].num_read for index in group) > self._settings.chunk_tokens:
@@ -195,14 +195,14 @@ class Ranks:
         return model_source
 
     def _gathered(self, action: Callable[[], dict[int, Value]]) -> dict[int, Value]:
-        """Gather results from all ranks' shares."""
+        """Gather the results from all ranks' portions."""
         # Hold the error back until all ranks know of it: a rank that raises alone leaves the others waiting.
         problem, found = None, {}
         try:
             found = action()
         except LongCtxError as error:
             problem = error
-        # Shares take different times: the control group waits for the longest.
+        # Portions take different times: the control group waits for the longest.
         raise_on_all_ranks(problem)
         # All ranks in a context group have the same results; only its first rank sends them.
         assert self._worker is not None

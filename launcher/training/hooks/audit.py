@@ -57,7 +57,7 @@ class StepAudit(StepHook):
         self._resolve(step, update=True)
 
     def before_log(self, step: RunningStep, record: Record) -> None:
-        """Record the audited part."""
+        """Record the kind of the audited operation."""
         kind = self._audit.kind_of(step.number)
         if kind is not None:
             record["audited"] = kind
@@ -80,7 +80,7 @@ class StepAudit(StepHook):
                 log.info("%s", line)
 
     def _audit_lines(self) -> list[str]:
-        """Return log lines about the audit: the rank assignment, and the parts not audited."""
+        """Return log lines about the audit: the rank assignment, and the operations not audited."""
         config, ranks, assigned = self._run.config, self._audit.ranks, self._audit.assigned
         lines = [f"{self._who(len(ranks))} (run.audit_every={config.run.audit_every})."]
         kinds = {x.kind for x in ranks}

@@ -123,7 +123,7 @@ class SkippedStep:
     rejection: str
     """Reason from another hook, for a step that is finite and no spike."""
     ranks: Sequence[int]
-    """Ranks with a part of the loss or router logits that is not finite."""
+    """Ranks with a non-finite loss or non-finite router logits on their own tokens."""
     in_row: int
     """Consecutive steps skipped right before it."""
     rows: str
@@ -231,7 +231,7 @@ def rows_from(config: RunConfig, order: dict[str, Any]) -> str:
         where = f"from the run's row {order['rows_consumed']} on ({positions}; {_sample_command(config, order)})"
         return f"{config.rows_per_step} rows of {data.train} {where}"
     command = f"longctx data inspect {data.train} --seq-len {data.seq_len} --row {order['block_row']}"
-    # Counted from its block: counting from the epoch would require planning all blocks before it.
+    # Counted from its epoch block: counting from the epoch would require planning all epoch blocks before it.
     for name in ("block", "epoch"):
         if order[name]:
             command += f" --{name} {order[name]}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from longctx.kernels.attention.slices import AttentionSlice
 
 _NARROW = 64
-"""Minimum query rows per block under a narrow window: below that, call overhead exceeds the work."""
+"""Minimum query rows per row block under a narrow window: below that, call overhead exceeds the work."""
 _MAX_MASKED_TILE = 1024
 """Maximum rows and keys in a tile that an upper bound cuts: such a tile is masked, which wastes half its work."""
 
@@ -39,7 +39,7 @@ class RowBlock(NamedTuple):
 
 
 def row_blocks(attn_slice: AttentionSlice, *, rows: int, keys: int) -> Iterator[RowBlock]:
-    """Yield the slice in blocks with at most ``rows`` query rows and tiles with at most ``keys`` keys.
+    """Yield the slice in row blocks with at most ``rows`` query rows and tiles with at most ``keys`` keys.
 
     Rows without a visible key are skipped. A narrow band (less than 2·1024 or 2·``keys`` tokens) is cut into blocks
     about a quarter of its width, at least 64 rows, and one tile holds all keys for a block: a mask costs less than
@@ -78,7 +78,7 @@ def _without_idle_bounds(attn_slice: AttentionSlice) -> AttentionSlice:
 
 
 def _tiles(q: slice, attn_slice: AttentionSlice, keys: int, is_narrow: bool) -> Iterator[Tile]:
-    """Yield one block's tiles in key order: cut by ``hi``, fully visible, cut by ``lo``."""
+    """Yield one row block's tiles in key order: cut by ``hi``, fully visible, cut by ``lo``."""
     # Along the keys a block crosses three zones: the window edge (masked by hi), keys visible to every row (no mask),
     # the diagonal (causal). Cutting exactly at the zone borders keeps most tiles free of masks and gives every row a
     # key in every tile.

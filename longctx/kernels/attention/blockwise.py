@@ -113,7 +113,7 @@ class _Work(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """One block's query-row tensors for the backward pass, [B, K, G, R, …] each."""
+    """One row block's query tensors for the backward pass, [B, K, G, R, …] each."""
 
     q: Tensor
     dout: Tensor

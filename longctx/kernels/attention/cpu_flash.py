@@ -92,7 +92,7 @@ class CpuFlashKernel:
         if whole is not None:
             return op.forward_block(q_BtHD, k_BsKD, v_BsKV, whole)
         shape = q_BtHD.shape[:-1] + v_BsKV.shape[-1:]
-        # empty, not zeros: most rows belong to one block, which writes its result there
+        # empty, not zeros: most rows belong to one row block, which writes its result there
         out = q_BtHD.new_empty(shape, dtype=accumulate_dtype(q_BtHD.dtype))
         lse = q_BtHD.new_full(shape[:-1], -torch.inf, dtype=torch.float64)
         touched = torch.zeros(shape[1], dtype=torch.bool)
@@ -191,7 +191,7 @@ def _blocks(slices: Tensor, size: int) -> Iterator[RowBlock]:
 
 @once_per_table
 def _whole_block(slices: Tensor, size: int, num_rows: int) -> RowBlock | None:
-    """Return the single block that holds all query rows, as in decoding; None if rows span several blocks."""
+    """Return the single row block that holds all query rows, as in decoding; None if rows span several."""
     # Decoding takes this path on each step: one block needs no merge, no buffer and no bookkeeping.
     parts = table_slices(slices)
     if len(parts) != 1:
@@ -223,7 +223,7 @@ def _compute_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
 
 
 class _Rows(NamedTuple):
-    """One block's query-row tensors for the backward pass."""
+    """One row block's query tensors for the backward pass."""
 
     dout_BrHV: Tensor
     q_BrHD: Tensor
@@ -258,7 +258,7 @@ class _Op(NamedTuple):
             yield slice(g * shared, stop * shared), slice(g, stop)
 
     def forward_block(self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock) -> tuple[Tensor, Tensor]:
-        """Compute one block's output [B, r, H, V] as a partial result and float64 log-sum-exp [B, r, H]."""
+        """Compute one row block's output [B, r, H, V] as a partial result and float64 log-sum-exp [B, r, H]."""
         num_queries = block.q.stop - block.q.start
         q = self.to_op_layout(q_BtHD, num_queries, block.q)
         out: Tensor | None = None

@@ -14,7 +14,7 @@ from longctx.kernels.linear_attention import StateSegments
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """Masks for a block with several segments."""
+    """Masks for a chunk block with several segments."""
 
     same_NCC: Tensor
     """True for token pairs in a chunk that share a segment."""
@@ -43,7 +43,7 @@ class ChunkBlock:
 
 @dataclass(frozen=True, eq=False)
 class StateSpan:
-    """A device's contiguous tokens with one state: an open segment, or a run of complete documents."""
+    """A device's contiguous tokens with one state: an open segment, or consecutive complete documents."""
 
     received_index: int | None
     """Index into ``StateSegments.takes``; unset without an incoming state."""
@@ -97,7 +97,7 @@ def cut_spans(segments: StateSegments, cut: Cut, device: torch.device) -> tuple[
 
 
 def _blocks(first: int, ends: Sequence[int], cut: Cut, device: torch.device) -> tuple[ChunkBlock, ...]:
-    """Cut contiguous segments, starting at token ``first``, into blocks."""
+    """Cut contiguous segments, starting at token ``first``, into chunk blocks."""
     blocks = []
     for start in range(first, ends[-1], cut.chunk * cut.block_chunks):
         stop = min(ends[-1], start + cut.chunk * cut.block_chunks)
@@ -118,7 +118,7 @@ def _masks(first: int, ends: Sequence[int], rows: range, cut: Cut, device: torch
     segment = torch.bucketize(tokens, bounds[1:], right=True)
     segment_NC = segment.view(num_chunks, cut.chunk)
     before = torch.bucketize(tokens.view(num_chunks, cut.chunk)[:, :1] - 1, bounds[1:], right=True)
-    # a run's first chunk continues no segment
+    # a span's first chunk continues no segment
     if rows.start == first:
         before[0] = -1
     # an incoming state affects tokens up to the first boundary in the chunk, an outgoing one those after the last

@@ -50,7 +50,7 @@ class Chunked(NamedTuple):
 # Invariant: no exponent is positive, and none is a difference between two sums. So after a token that forgets
 # everything (g = -50) the decays of its successors keep full precision.
 def chunk_factors(tokens: ProjectedTokens, block: ChunkBlock, chunk: int, skip_KG: Tensor | None = None) -> Chunked:
-    """Compute the chunk factors for a block's activated tokens (a and b are g and β); differentiable.
+    """Compute the chunk factors for a chunk block's activated tokens (a and b are g and β); differentiable.
 
     With ``skip_KG``, compute Mamba-2's factors.
     """

@@ -6,8 +6,8 @@ for queries, keys and values x, with w, A and δ learned per head (by channel: �
 have negative eigenvalues (arXiv 2411.12537), else 1. The convolution only reads tokens from its own document. In
 Mamba-2 it has a bias, and β = softplus(b + δ) with b = a.
 
-Axes: B batch, t tokens of a block, K key heads, G value heads of a key head, D key head size, V value head size, C =
-2·D + G·V channels of a key head, R tokens before its own that the convolution reads, X = D or 1.
+Axes: B batch, t tokens of a chunk block, K key heads, G value heads of a key head, D key head size, V value head size,
+C = 2·D + G·V channels of a key head, R tokens before its own that the convolution reads, X = D or 1.
 """
 
 from __future__ import annotations

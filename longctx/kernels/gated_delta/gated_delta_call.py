@@ -62,11 +62,11 @@ class Saved(Protocol):
     """Store for the results of a layer that will be recomputed."""
 
     def load(self) -> tuple[Tensor, ...] | None:
-        """Return the tensors saved by the first run; None in the first run."""
+        """Return the tensors that the first forward saved; None during that forward."""
         ...
 
     def save(self, *tensors: Tensor) -> None:
-        """Save these for the second run."""
+        """Save these for the recomputation."""
         ...
 
 
@@ -86,7 +86,7 @@ class GatedDeltaOptions:
     """Scale s for β."""
     exchange: SegmentExchange | None = None
     saved: Saved | None = None
-    """Lets a recomputed layer reuse the first run's results without exchanging again."""
+    """Lets a recomputed layer reuse the first forward's results without exchanging again."""
     chunk: int = CHUNK
     block_chunks: int = BLOCK_CHUNKS
 
@@ -159,7 +159,7 @@ class GatedDeltaCall:
         return [block for span in self.spans for block in span.blocks]
 
     def each(self, blocks: Sequence[ChunkBlock]) -> Iterator[ChunkBlock]:
-        """Yield a span's blocks in this order."""
+        """Yield a span's chunk blocks in this order."""
         return in_a_trace_once(blocks, self.tokens.q_BtKD)
 
     @property
@@ -219,7 +219,7 @@ class GatedDeltaCall:
 
 
 class Differentiable(NamedTuple):
-    """A block with its own autograd graph."""
+    """A chunk block with its own autograd graph."""
 
     span: StateSpan
     block: ChunkBlock
@@ -234,7 +234,7 @@ class Differentiable(NamedTuple):
 
 
 class InputGradients:
-    """Gradients for a call's inputs, accumulated block by block."""
+    """Gradients for a call's inputs, accumulated over its chunk blocks."""
 
     def __init__(self, call: GatedDeltaCall, conv_state_sBRKC: Tensor) -> None:
         """Initialize gradients to 0; ``conv_state_sBRKC`` precede the segments that take a state."""

@@ -115,7 +115,7 @@ def gated_delta_by(
     segments, exchange, saved = options.segments, options.exchange, options.saved
     received, conv_state = initial_states or (None, None)
     if exchange is not None and saved is not None:
-        # a recomputed layer reuses the tensors received in its first run
+        # a recomputed layer reuses the tensors received in its first forward
         received, conv_state = saved.load() or (None, None)
     *activated, conv_state = _Front.apply(options, conv_state, *(tokens + weights))
     sequences = _Sequences(library, ProjectedTokens._make(activated), segments)

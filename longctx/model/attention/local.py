@@ -311,9 +311,9 @@ class _Attention(torch.autograd.Function):
         scores: ScoreRules,
         recompute_cache: RecomputeCache | None,
     ) -> Tensor:
-        """Attend, or load the first run's result; ``bias_table`` is the one in ``scores``, passed for autograd."""
+        """Attend, or load the first forward's result; ``bias_table`` is the one in ``scores``, passed for autograd."""
         ctx.work, ctx.kernel, ctx.scores = work, kernel, scores
-        # A recomputed layer loads its first run's result: backward needs it, and no kernel runs again.
+        # A recomputed layer loads its first forward's result: backward needs it, and no kernel runs again.
         known = None
         if recompute_cache is not None:
             known = recompute_cache.load()

@@ -48,7 +48,7 @@ def continuation(num_queries: int, num_keys: int) -> list[StridedPiece]:
 
 # Strided attention as causal attention on gathered rows. Tokens with equal document indices modulo the stride form a
 # class. Before its window, a query sees the class members at least ``class_lookback`` tokens back, the first multiple
-# of the stride that is no less than the window. Sorted by class, these pairs are causal attention within runs of
+# of the stride that is no less than the window. Sorted by class, these pairs are causal attention within ranges of
 # neighbouring rows: any kernel computes them on gathered rows, in time proportional to the visible keys. The result is
 # merged with the window's by their log-sum-exps. Invariant: window and class share no key, so each counts once.
 def strided_work(pieces: Iterable[StridedPiece], window: int, stride: int) -> Work | None:
@@ -64,7 +64,7 @@ def strided_work(pieces: Iterable[StridedPiece], window: int, stride: int) -> Wo
     for piece in pieces:
         # Queries before ``back`` see their entire class within the window.
         first = max(piece.first_query, back)
-        # Loop over each class's first query; a class is one run of gathered rows.
+        # Loop over each class's first query; a class is one range of gathered rows.
         for index in range(first, min(first + stride, piece.tokens)):
             query_indices = range(index, piece.tokens, stride)
             key_indices = range(index % stride, query_indices[-1] - back + 1, stride)

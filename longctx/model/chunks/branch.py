@@ -70,7 +70,7 @@ class _Branch:
             self.kept = [kept, store.put(side_input_BtM)]
 
     def backward(self, chunk_backward: ChunkBackward) -> Tensor:
-        """Add the branch's share to the stream's gradient; return the entering values' gradient."""
+        """Add the branch's contribution to the stream's gradient; return the entering values' gradient."""
         x, side_input = self.kept
         self.kept = []
         dfirst, dx = self.branch.take_gradient(), self.stream.take_gradient()

@@ -117,7 +117,7 @@ class ChunkedLayer:
             self.cross = ChunkedCross(stream, parts, parts.call.cross, needs_grad=needs_grad)
         self.crossed: Attended | None = None
         self.routing: list[RecomputeCache] = []
-        """One per chunk: its tokens go to the same experts in both runs."""
+        """One per chunk: its tokens go to the same experts in forward and recomputation."""
 
     def forward(self) -> list[Tensor]:
         """Run the residual stream through the layer; return the router statistics."""

@@ -26,7 +26,7 @@ class Disk:
         """Open the file; raise OSError if the directory cannot be written."""
         self.file = SwapFile(folder)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="store")
-        """A single thread, so that a piece is written before it is read."""
+        """A single thread, so that values are written before they are read."""
         self._pending_writes: deque[Future[None]] = deque()
         self._written: dict[str, Future[None]] = {}
         """The last write to each place."""
@@ -40,13 +40,13 @@ class Disk:
         return f"{num_bytes} bytes, {next(self._numbers)}"
 
     def release(self, num_bytes: int, place: str) -> None:
-        """Release the place for another piece."""
+        """Release the place for other values."""
         self._free[num_bytes].append(place)
 
     def write(self, place: str, parts: Sequence[Tensor], ready: Callable[[], None]) -> None:
-        """Start to write host memory, part after part, once ``ready`` returns.
+        """Start to write host tensors, one after another, once ``ready`` returns.
 
-        Raise OSError if an earlier piece's write failed.
+        Raise OSError if an earlier write failed.
         """
         written = self._written[place] = self.worker.submit(self._write, place, parts, ready)
         self._pending_writes.append(written)
@@ -54,7 +54,7 @@ class Disk:
             self._pending_writes.popleft().result()
 
     def reader(self, place: str) -> Callable[[Sequence[Tensor]], None]:
-        """Return a function that reads the place's present contents into host memory parts.
+        """Return a function that reads the place's present contents into host tensors.
 
         It runs in the worker, and raises OSError if the place could not be read or written.
         """
@@ -104,12 +104,12 @@ class DiskStore:
 
 
 class DiskTensor:
-    """Values [B, t, …] on a disk, in pieces."""
+    """Values [B, t, …] on a disk, stored by token ranges."""
 
     def __init__(self, store: DiskStore, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[slice]) -> None:
         self._store, self._shape, self._dtype, self._pieces = store, shape, dtype, pieces
         self._extents: dict[int, tuple[int, str]] = {}
-        """Maps a piece's first token to (bytes, place)."""
+        """Maps a range's first token to (bytes, place)."""
 
     def write(self, tokens: slice, x: Tensor) -> None:
         store, x = self._store, x.contiguous()
@@ -134,7 +134,7 @@ class DiskTensor:
         return self.whole().wait()
 
     def _fetch_pieces(self, tokens: slice, pieces: Sequence[slice]) -> FromDisk:
-        """Start to fetch some tokens' values, in these pieces, to the device."""
+        """Start to fetch some tokens' values, in these token ranges, to the device."""
         values = torch.empty(
             of_tokens(self._shape, tokens.stop - tokens.start), dtype=self._dtype, device=self._store.copies.device
         )
@@ -145,7 +145,7 @@ class DiskTensor:
         return FromDisk(self._store, values, readers)
 
     def __del__(self) -> None:
-        # The worker finishes pending reads of these places before it writes other pieces to them.
+        # The worker finishes pending reads of these places before it writes other values to them.
         for num_bytes, place in self._extents.values():
             self._store.disk.release(num_bytes, place)
 

@@ -130,10 +130,12 @@ def _cut(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
         start = stop
 
 
-# Chunks let weight gradients take the saved tensors' memory while backward runs: without them a layer with 16 experts
-# needs 0.71 to 0.78 of transformers' memory in float32, with them 0.41 to 0.69 (``python -m benchmarks.moe``).
+# Separate buffers (chunks) let weight gradients take the saved tensors' memory while backward runs: without them a
+# layer with 16 experts needs 0.71 to 0.78 of transformers' memory in float32, with them 0.41 to 0.69 (``python -m
+# benchmarks.moe``).
 class SavedChunks:
-    """Tensors that forward saves for its assignments, in chunks of blocks; backward frees each chunk after use.
+    """Tensors that forward saves for its assignments, in buffers (chunks) of a few expert blocks; backward frees each
+    chunk after use.
 
     Tensor order: gate and up for the first chunk, its x if x is saved, then the next chunk's.
     """
@@ -161,7 +163,7 @@ class SavedChunks:
         return [_own_pages(size, width, self.dtype) for size in sizes for width in self.widths]
 
     def of(self, saved: Sequence[Tensor], block: slice) -> list[Tensor]:
-        """Return the block's part from the saved tensors."""
+        """Return the block's slices of the saved tensors."""
         chunk, first = self._chunk_of(block)
         own = slice(block.start - self.starts[chunk], block.stop - self.starts[chunk])
         return [tensor[own] for tensor in saved[first : first + len(self.widths)]]

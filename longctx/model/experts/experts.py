@@ -54,7 +54,7 @@ class Experts(nn.Module):
         """Compute Σ gate · expert(x) over each token's k experts, [N, M] in float32 (float64 for float64).
 
         Id −1 is no expert: it adds 0, and x and gate get a gradient of exactly 0 through it. With a ``recompute_cache``
-        the layer is recomputed, and backward needs only x, gates and ids: the second run neither computes nor sends,
+        the layer is recomputed, and backward needs only x, gates and ids: the recomputation neither computes nor sends,
         and its result is NaN, unless ``values_again`` says that its values are read. Collective if experts are
         distributed.
         """
@@ -114,7 +114,7 @@ class _Experts(torch.autograd.Function):
         ctx.call, ctx.sizes, ctx.num_saved = call, None, []
         saved: list[Tensor] = []
         if call.only_graph:
-            # Backward must exchange sizes again, unless it gets the first run's context.
+            # Backward must exchange sizes again, unless it gets the first forward's context.
             ctx.num_saved = [0] * len(tiles_of(len(x_NM), call.run.tile_tokens))
             # NaN makes any use of it visible.
             out_NM = x_NM.new_full((), torch.nan, dtype=accumulate_dtype(x_NM.dtype)).expand(x_NM.shape)

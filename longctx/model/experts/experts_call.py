@@ -67,7 +67,7 @@ def saved_widths(recompute: str, weights: ExpertWeights, *, in_blocks: bool) -> 
         return ()
     if recompute == "activation":
         return (2 * F,)
-    # Blocks find the activation's inputs in the cache: saving its result would gain no time.
+    # Expert blocks find the activation's inputs in the cache: saving its result would gain no time.
     if in_blocks:
         return (2 * F, M)
     return (2 * F, F, M)

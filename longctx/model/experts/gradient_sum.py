@@ -1,6 +1,6 @@
-"""Gradients for the experts' weights, summed over blocks and tiles.
+"""Gradients for the experts' weights, summed over expert blocks and tiles.
 
-Axes: e local experts, n assignments in a block, I and O one weight's input and output width.
+Axes: e local experts, n assignments in an expert block, I and O one weight's input and output width.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class GradientSum:
 
 
 def _put(total: Tensor, part: Tensor, is_first: bool) -> None:
-    """Add a part to a sum, or initialize the sum with it."""
+    """Add a partial sum to a sum, or initialize the sum with it."""
     if is_first:
         total.copy_(part)
     else:

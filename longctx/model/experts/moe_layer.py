@@ -53,7 +53,7 @@ class MoECall:
     def of_tokens(self, tokens: slice, num_tokens: int) -> MoECall:
         """Return the arguments for some of the tokens [B, t].
 
-        With a capacity the choices must exist already, or come from a first run: they depend on all tokens.
+        With a capacity the choices must exist already, or come from a first forward: they depend on all tokens.
         """
         documents_Bt, jitter, replay, accepted = self.documents_Bt, self.jitter, self.replay, self.accepted
         if documents_Bt is not None:
@@ -101,7 +101,7 @@ class MixtureOfExperts(nn.Module):
         """Compute output [B, t, M], followed by ``RouterStats.tensors`` if the call requests them.
 
         A ``recompute_cache`` saves the choices in a layer that backward will recompute, and the output if the rest of
-        the layer reads it in backward. The second run computes gates again, but neither chooses nor counts.
+        the layer reads it in backward. The recomputation computes gates again, but neither chooses nor counts.
         """
         call = call or MoECall()
         x_NM = x_BtM.flatten(0, 1)
@@ -126,7 +126,7 @@ class MixtureOfExperts(nn.Module):
             out_BtM = saved_values(out_BtM, recompute_cache, of="experts")
         if call.documents_Bt is None:
             return (out_BtM,)
-        # The first run has counted these tokens already.
+        # The first forward has counted these tokens already.
         count_tokens = recompute_cache is None or not recompute_cache.recomputing
         stats = router_stats(
             logits_NE,
@@ -203,5 +203,5 @@ class MixtureOfExperts(nn.Module):
 
 
 def _keeps_output(recompute_cache: RecomputeCache | None) -> bool:
-    """Return whether a recomputed layer gets its experts' output from its first run."""
+    """Return whether a recomputed layer gets its experts' output from its first forward."""
     return recompute_cache is not None and recompute_cache.keeps("experts")

@@ -1,4 +1,4 @@
-"""Router replay: record one run's choices, and repeat them in another.
+"""Router replay: record one forward pass's choices, and repeat them in another.
 
 Axes: L expert layers, N tokens of this process, k experts per token.
 """
@@ -19,7 +19,8 @@ class RoutingReplay:
 
     Two programs that round differently choose differently if two experts score almost equally, and from there on they
     compute different functions. With one program's choices replayed in the other, only rounding differs: for parity
-    tests, and to find the point at which two runs diverge. Gates, probabilities and gradients are always the run's own.
+    tests, and to find the point at which two programs diverge. Gates, probabilities and gradients are always the
+    program's own.
 
         recorded = RoutingReplay()
         model(batch, TrainingPass(replay=recorded))

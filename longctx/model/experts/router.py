@@ -32,16 +32,16 @@ class Routing(NamedTuple):
 
 # Top-k routing, optionally within the best groups (DeepSeek-V2, arXiv 2405.04434; DeepSeek-V3, arXiv 2412.19437
 # §2.1.2). Experts are chosen by score + bias and weighed by score alone, so that the bias evens out loads without
-# entering the output. Invariant: a run with replayed ids uses the same operators and saves the same tensors as the run
-# that chose them, which activation checkpointing relies on.
+# entering the output. Invariant: a forward pass with replayed ids uses the same operators and saves the same tensors as
+# the pass that chose them, which activation checkpointing relies on.
 def route(
     logits_NE: Tensor, config: ModelConfig, *, bias_E: Tensor | None = None, replay_Nk: Tensor | None = None
 ) -> Routing:
     """Choose each token's k best experts by ``config``'s rules, from float32 (or float64) logits.
 
     ``bias_E`` is added to choose experts, not to weigh them. ``replay_Nk`` holds ids chosen before, by recomputation's
-    first run or another program; gates and probabilities still come from these logits. Ids are in range even if logits
-    are not finite.
+    first forward or another program; gates and probabilities still come from these logits. Ids are in range even if
+    logits are not finite.
     """
     is_softmax = config.score_function == "softmax"
     if is_softmax:

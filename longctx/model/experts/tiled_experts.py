@@ -32,7 +32,7 @@ class Routed(NamedTuple):
 
 
 def computes_in_blocks(x: Tensor) -> bool:
-    """Return whether experts compute block by block; accelerators use grouped matmuls."""
+    """Return whether experts compute in expert blocks; accelerators use grouped matmuls."""
     return on_cpu(x)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from longctx.config import ModelConfig
 
 BLOCK_VALUES = 1 << 20
-"""Values per block: 4 MiB, generated in some 10 ms. Another number gives other initial weights."""
+"""Values per section: 4 MiB, generated in some 10 ms. Another number gives other initial weights."""
 COPIED_VALUES = 1 << 24
 """Values read at a time: 64 MiB, however large the tensor is."""
 
@@ -66,8 +66,8 @@ def _function_of(name: str, config: ModelConfig) -> Callable[[Tensor], Tensor] |
     return partial(_rate_biases, least=_LEAST_STEP if is_mamba else _LEAST_DECAY)
 
 
-# A tensor is generated in blocks, each with its own key: a rank generates only the blocks that it holds a part of, and
-# any partition of the tensor gives the same values.
+# A tensor is generated in sections, each with its own key: a rank generates only the sections that it holds a part of,
+# and any partition of the tensor gives the same values.
 class InitialTensor:
     """One parameter's flattened ``initial_value``, readable in any range; best in ascending order."""
 
@@ -110,11 +110,11 @@ class InitialTensor:
             block.copy_(self.read(start + at, len(block)))
 
     def _size(self, number: int) -> int:
-        """Return a block's size; the last block has the remainder."""
+        """Return a section's size; the last section has the remainder."""
         return min(BLOCK_VALUES, self._numel - number * BLOCK_VALUES)
 
     def _kept(self, number: int) -> Tensor:
-        """Return a block, cached for the range that continues inside it."""
+        """Return a section, cached for the range that continues inside it."""
         if self._block_index != number:
             self._block, self._block_index = torch.empty(self._size(number)), number
             self._draw(number, self._block)
@@ -122,7 +122,7 @@ class InitialTensor:
 
     def _draw(self, number: int, out: Tensor) -> None:
         # No value depends on which tensors and parts a process holds. The key has 128 bits: PyTorch's generator takes
-        # 32 from a seed, and among a million blocks some would be equal.
+        # 32 from a seed, and among a million sections some would be equal.
         digest = hashlib.sha256(f"{self._seed}:{self._name}:{number}".encode()).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "big")))
         generator.standard_normal(dtype=np.float32, out=out.numpy())

@@ -72,7 +72,7 @@ class FeedForward(nn.Module):
             self.down_proj = Linear(ffn_size, M, bias=bias)
 
     def forward(self, x_NM: Tensor, *, only_graph: bool = False) -> Tensor:
-        """Compute the output; with ``only_graph`` return NaN, for a second run if backward does not read the output."""
+        """Compute the output; ``only_graph`` returns NaN, for recomputation if backward does not read the output."""
         if self.is_gated:
             gate_NF, up_NF = self.gate_proj(x_NM), self.up_proj(x_NM)
             return self.down_proj(gate_NF, up_NF, self.activation, only_graph=only_graph)

@@ -98,12 +98,12 @@ def test_a_flipped_bit_of_the_runs_is_named(folder: Path):
 
 
 RUNS: dict[str, tuple[pa.Array, str]] = {
-    "an odd number of bounds": (pa.array([[0, 1, 2]], pa.large_list(pa.int64())), "are not valid runs"),
-    "descending": (pa.array([[2, 1]], pa.large_list(pa.int64())), "are not valid runs"),
-    "empty runs": (pa.array([[1, 1]], pa.large_list(pa.int64())), "are not valid runs"),
-    "before the document": (pa.array([[-1, 2]], pa.large_list(pa.int64())), "are not valid runs"),
-    "behind the document": (pa.array([[0, 4]], pa.large_list(pa.int64())), "are not valid runs"),
-    "far behind": (pa.array([[0, 2**62]], pa.large_list(pa.int64())), "are not valid runs"),
+    "an odd number of bounds": (pa.array([[0, 1, 2]], pa.large_list(pa.int64())), "are not valid spans"),
+    "descending": (pa.array([[2, 1]], pa.large_list(pa.int64())), "are not valid spans"),
+    "empty runs": (pa.array([[1, 1]], pa.large_list(pa.int64())), "are not valid spans"),
+    "before the document": (pa.array([[-1, 2]], pa.large_list(pa.int64())), "are not valid spans"),
+    "behind the document": (pa.array([[0, 4]], pa.large_list(pa.int64())), "are not valid spans"),
+    "far behind": (pa.array([[0, 2**62]], pa.large_list(pa.int64())), "are not valid spans"),
     "of another type": (pa.array([[0, 1]], pa.large_list(pa.int32())), "its counted tokens are"),
     "no list": (pa.array([1], pa.int64()), "its counted tokens are int64"),
     "a missing value": (pa.array([None], pa.large_list(pa.int64())), "a value is missing"),

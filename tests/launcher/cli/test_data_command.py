@@ -145,7 +145,7 @@ def test_a_corpus_of_many_blocks_is_described_by_some_of_them(capsys, world, mon
     words = ["data", "inspect", world / "data", "--seq-len", 256]
     out = succeed(capsys, *words, "--row", 2, "--block", 3)
     assert re.search(r"^rows per epoch +about [\d,]+, estimated from \d+ documents", out, re.MULTILINE)
-    assert re.search(r"^row 2 of \d+ of block 3 of \d+: \d+ tokens", out, re.MULTILINE)
+    assert re.search(r"^row 2 of \d+ of epoch block 3 of \d+: \d+ tokens", out, re.MULTILINE)
     packing = json.loads(call(capsys, *words, "--json")[1])["packing"]
     monkeypatch.setattr(inspect, "PLANNED_DOCUMENTS", 10**6)
     exact = json.loads(call(capsys, *words, "--json")[1])["packing"]

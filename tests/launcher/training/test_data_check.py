@@ -214,7 +214,7 @@ def start_on_older_data(folder: Path, output: Path, cache: Path) -> None:
     run = build(folder, output, {})
     assert not run.loader.shards.verifies_reads
     log = (output / f"logs/rank_{os.environ['RANK']}.log").read_text()
-    assert log.count("Built by a release without block checksums") == 1
+    assert log.count("Built by a release without checksum blocks") == 1
     assert check_data(opened(folder), "read") == check_data(opened(folder), "read") == [], "stamped"
     with pytest.raises(DataError, match=r"00001\.arrow is damaged"):
         build(folder.with_name("damaged"), output.with_name("other"), {})

@@ -51,7 +51,7 @@ class FlexKernel(VarlenKernel):
     def supports(self, request: KernelRequest) -> str | None:
         largest = 256
         if request.dtype == torch.float32:
-            largest = 128  # shared memory capacity per block
+            largest = 128  # shared memory capacity per thread block
         if why := self.request_unsupported_reason(request, dtypes=(*HALF, torch.float32), largest_head=largest):
             return why
         if request.deterministic and "relative_bias" in request.rules:

@@ -147,14 +147,14 @@ def _joined(windows: ndarray, work: ndarray) -> ndarray:
         other = windows[:, 1 - side]
         bounded = windows[:, side] != UNBOUNDED
         for kind in np.unique(other[bounded]):
-            # in a piece no longer than bound + 1, no two tokens are farther apart than the bound
+            # in a slice no longer than bound + 1, no two tokens are farther apart than the bound
             bound = windows[bounded & (other == kind), side].max()
             windows[~bounded & (other == kind) & (length - 1 <= bound), side] = bound
     return windows
 
 
 def _first_fit(bucket: Group) -> list[Group]:
-    """Return one group if all rows are disjoint, else put each piece into the first group without overlap."""
+    """Return one group if all rows are disjoint, else put each slice into the first group without overlap."""
     if _independent(bucket.work):
         return [bucket]
     ranges = bucket.work[:, :LO].tolist()
@@ -170,7 +170,7 @@ def _first_fit(bucket: Group) -> list[Group]:
 
 
 def _fits(piece: list[int], others: list[list[int]]) -> bool:
-    """Return whether a piece overlaps none of the others, which precede it in query row order."""
+    """Return whether a slice overlaps none of the others, which precede it in query row order."""
     q_start, _, k_start, k_stop = piece
     # the others' query rows are disjoint and ascend: the last one ends last
     if others[-1][Q_STOP] > q_start:
@@ -221,7 +221,7 @@ def _band_groups(bands: ndarray) -> tuple[list[Group], ndarray]:
 
 
 def _cut(bands: ndarray) -> ndarray:
-    """Cut off rows that see all keys in their band, and keys that all rows see; return all pieces."""
+    """Cut off rows that see all keys in their band, and keys that all rows see; return all resulting slices."""
     # rows between the two bounds' corners see every key; the rest above and below has one bound each
     _, _, k0, k1, lo, hi = bands.T[:STEP]
     pieces = _in_three(bands, Q_START, Q_STOP, k1 - 1 + lo, k0 + hi + 1)
