@@ -37,8 +37,7 @@ from longctx.compact_batch import CompactBatch
 from longctx.errors import ConfigError, DataError
 
 Cost = Callable[..., int]
-"""Function that returns a row's work, in any unit: called with its documents' lengths and, for pairs, its sources'
-lengths."""
+"""Returns a row's work, in any unit, from its documents' lengths and, for pairs, its sources' lengths."""
 
 OpenFolder = Callable[[str | Location], ShardSet]
 """Function that opens a shard folder; raises ``DataError`` if the folder cannot be read."""
@@ -490,9 +489,7 @@ def _opener(*, verify: bool) -> OpenFolder:
 
 def _open_shards(folder: str | Location | ShardSet, open_folder: OpenFolder) -> ShardSet:
     """Open a shard folder unless it is open already; raise ``DataError`` if it has no documents."""
-    shards = folder
-    if not isinstance(shards, ShardSet):
-        shards = open_folder(shards)
+    shards = folder if isinstance(folder, ShardSet) else open_folder(folder)
     if not shards.num_documents:
         raise DataError(f"{shards.folder} contains no documents. Build it again from a source with text.")
     return shards
