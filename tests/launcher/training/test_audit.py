@@ -109,7 +109,7 @@ def end_named(shards: Path, output: Path, changed: dict[str, Any]) -> None:
     named = int(os.environ["WORLD_SIZE"]) - 1
     words = [f"rank {named} on {socket.gethostname()} computed a wrong number in step {WRONG}"]
     words += ["1 of ", "values differ, in bit 11 (mantissa)", "did not repeat", "model.layers."]
-    words += [f"step_{WRONG - 1:06d} or an older one (--run.resume newest-good)", "out of the hostfile"]
+    words += [f"step_{WRONG - 1:06d} or an older one (--run.resume newest-good)", "from the hostfile"]
     end_guarded(shards, output, {**DENSE, **changed}, 1, words, step=FlippedStep, seen=output.parent / "screen")
 
 
