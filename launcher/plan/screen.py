@@ -63,7 +63,7 @@ def describe_settings(config: RunConfig) -> str:
     ]
     parts.append(f"keep {train.keep} on {train.store}")
     if train.chunk_tokens:
-        parts.append(f"chunks of {train.chunk_tokens:,}, {format_count(train.head_groups, 'group')} of heads")
+        parts.append(f"chunks of {train.chunk_tokens:,}, {format_count(train.head_groups, 'head group')}")
     return ", ".join(parts)
 
 
@@ -109,7 +109,7 @@ def plan_memory_rows(run: RunEstimate) -> Rows:
         rows.append(["on the host", gib(run.host_bytes), "per rank: offloaded or stored there"])
     if run.copy_bytes:
         why = "extra host memory while a checkpoint is written; without it, training waits"
-        rows.append(["a copy", gib(run.copy_bytes), why])
+        rows.append(["checkpoint copy", gib(run.copy_bytes), why])
     if run.config.train.store == "disk":
         rows.append(["on the disk", gib(b.kept_on_disk), "per rank"])
     return ["memory per rank", "", "when"], rows
@@ -122,7 +122,7 @@ def seconds_rows(run: RunEstimate) -> Rows:
     rows = [
         [_PARTS[name], f"{seconds:,.3g} s", f"{seconds / total:.0%}"] for name, seconds in of_parts.items() if seconds
     ]
-    return ["a step", "", ""], [*rows, ["together", f"{total:,.3g} s", ""]]
+    return ["time per step", "", ""], [*rows, ["total", f"{total:,.3g} s", ""]]
 
 
 def plan_summary(run: RunEstimate, longest: int, longer: SettingsCandidate | None) -> list[str]:
