@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a folder of messages to a model that answers: text → a base model over ranks → its export → conversations rendered
-# by a chat template → tuning over the same ranks → before and after. What is there is kept; a new run gets the next number.
+# From messages to a chat model: text → base model, trained over ranks → export → conversations rendered by a chat
+# template → tuning over the same ranks → comparison. Existing files are kept; a new run gets the next number.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source launcher/demos/ranks.sh
@@ -15,7 +15,7 @@ practise() {
   [ -e "$work/$1.jsonl" ] || show longctx data practice --output "$work/$1.jsonl" --words 0 30 --pairs 1 1 "${@:2}"
 }
 ask() {
-  # The last message is what is to be said; without it the conversation is a prompt.
+  # The last message is the expected answer; without it the conversation is a prompt.
   show longctx generate --checkpoint "$1" --chat --prompts-file "$work/questions.jsonl" --max-new-tokens 24 --output "$2"
   longctx score --checkpoint "$1" --data "$work/chats/validation" --output "$2.scores" --json >"$2.json"
 }
@@ -30,12 +30,12 @@ practise held-out --documents 60 --mentions 1 3 --questions 1 1 --seed 2 --messa
   show longctx tokenizer train --source "$work/text.jsonl" --vocab-size 1152 --output "$work/tokenizer.model"
 show longctx data build --source "$work/text.jsonl" --tokenizer "$work/tokenizer.model" --output "$work/text"
 
-say "2/5 a base model, ranks: $ranks. It continues texts, and knows of no chat"
+say "2/5 a base model, ranks: $ranks. It continues text, without any chat format"
 on_ranks train --config recall --data.train "$work/text" --run.output_dir "$run/base" --train.steps 400 \
   --parallel.context "$ranks" --train.final_lr_ratio 0.1
 show longctx convert --to hf "$run/base" "$run/base-hf"
 
-say "3/5 conversations by a chat template of our own: a base model has none"
+say "3/5 conversations in our own chat template: a base model has none"
 cat >"$work/template.jinja" <<'JINJA'
 {%- for message in messages -%}
 {%- if message['role'] == 'user' -%}
@@ -54,7 +54,7 @@ on_ranks train --config sft-recall --run.start_from "$run/base-hf" --data.train 
   --run.output_dir "$run/tuned" --parallel.context "$ranks"
 show longctx convert --to hf "$run/tuned" "$run/tuned-hf"
 
-say "5/5 sixty questions that neither has seen, before and after"
+say "5/5 sixty held-out questions, before and after"
 python - "$work/held-out.jsonl" "$work/questions.jsonl" <<'PYTHON'
 import json, sys
 
@@ -84,7 +84,7 @@ for name in ("before", "after"):
 sys.exit(share < 0.9 and f"{share:.0%} of the answers are right; the demo promises 90 %.")
 PYTHON
 
-say "done in $((SECONDS - start)) s. What there is now:"
+say "done in $((SECONDS - start)) s. Results:"
 cat <<END
     $run/tuned/report.html    loss, validation, speed
     $run/tuned-hf             for transformers; apply_chat_template renders as it was trained

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole road on this machine: text → tokenizer → shards → pretraining over ranks → resume → export → a continuation.
-# What is there already is kept; a run that is there already too, and the new one gets the next number.
+# The full pipeline on this machine: text → tokenizer → shards → pretraining over ranks → resume → export → generation.
+# Existing files are kept, and so is an existing run: a new one gets the next number.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source launcher/demos/ranks.sh
@@ -11,7 +11,7 @@ base=$run
 number=2
 while [ -e "$run" ]; do run="$base-$number"; number=$((number + 1)); done
 
-# Left out of the default corpus: tests, and the tables that would take the tokenizer's vocabulary for character names.
+# The default corpus excludes tests, and tables of character names, which would fill the tokenizer's vocabulary.
 corpus=(--source stdlib --exclude test '*/test' '*/tests' idlelib encodings pydoc_data)
 
 pretrain() {
@@ -35,7 +35,7 @@ prompt=$'def __init__(self, name, '
 show longctx generate --checkpoint "$run" --prompt "$prompt" --max-new-tokens 48
 show longctx generate --checkpoint "$run" --prompt "$prompt" --max-new-tokens 48 --temperature 0.8 --top-p 0.95
 
-say "done in $((SECONDS - start)) s. What there is now:"
+say "done in $((SECONDS - start)) s. Results:"
 cat <<END
     $run/report.html      loss, loss by position, speed, expert load: open it in a browser
     $run/metrics.jsonl    the same numbers, a line a step; TensorBoard: .venv/bin/tensorboard --logdir $run

@@ -1,7 +1,7 @@
-# What the demos share: the ranks they start, and how they show what they do. Sourced in the root of the repository.
+# Functions for all demos: how many ranks to start, and how to print commands. Sourced in the repository root.
 export PATH="$PWD/.venv/bin:$PATH"
 
-# A rank for each GPU, and two on a machine without any. A power of two, into which the demos' rows can be cut.
+# One rank per GPU, two without GPUs; a power of two, which divides the demos' rows.
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 ranks=$((gpus ? 1 : 2))
 while ((2 * ranks <= gpus)); do ranks=$((2 * ranks)); done

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A model that recalls: text → three runs over ranks, documents longer each time → needles in one process and over all
-# ranks, up to twice the length, with and without YaRN. What is there is kept; a new run gets the next number.
+# A model with recall: text → three runs over ranks with growing documents → needles in one process and over all ranks,
+# up to twice the length, with and without YaRN. Existing files are kept; a new run gets the next number.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source launcher/demos/ranks.sh
@@ -19,7 +19,7 @@ pretrain() {
     --parallel.context "$ranks" "${@:3}"
 }
 needles() {
-  # Plain sentences of their own seed: no needle of an evaluation stands in a text that the model has read.
+  # Sentences from a separate seed: no evaluation needle is in a training text.
   "${evaluate[@]}" --tasks niah_word --lengths 512,1024,1536,2048 --samples 22 --haystack "$text/haystack.jsonl" "$@"
 }
 
@@ -42,15 +42,15 @@ pretrain middle "$run/2-middle" --run.start_from "$run/1-short" --train.steps 40
 pretrain long "$run/3-long" --run.start_from "$run/2-middle" --train.steps 800 --train.lr 2e-3 --train.final_lr_ratio 0.05
 model=$run/3-long
 
-say "3/6 needles up to twice the length of training, in one process"
+say "3/6 needles up to twice the training length, in one process"
 evaluate=(show longctx evaluate)
 needles --checkpoint "$model" --beyond-positions --output "$model/one-process"
-say "4/6 the same over the ranks, which share each prompt"
+say "4/6 the same over all ranks, which share each prompt"
 evaluate=(on_ranks evaluate)
 needles --checkpoint "$model" --beyond-positions --output "$model/ranks"
 
 say "5/6 the same with YaRN"
-# As model cards tell it: the weights stay, config.json says that positions are stretched.
+# As model cards advise: the weights stay the same, and config.json scales the positions.
 show longctx convert --to hf "$model" "$run/recall-with-yarn"
 show python - "$run/recall-with-yarn/config.json" <<'PYTHON'
 import json, sys
@@ -66,7 +66,7 @@ print(json.dumps(rope))
 PYTHON
 needles --checkpoint "$run/recall-with-yarn" --output "$model/ranks-with-yarn"
 
-say "6/6 pictures: needles side by side, and what the heads of layer 1 attend to in held-out documents"
+say "6/6 plots: needles side by side, and attention in layer 1 on held-out documents"
 show longctx report "$model/one-process" "$model/ranks" "$model/ranks-with-yarn" --output "$run/needles.html"
 for head in {0..7}; do
   show longctx attention --checkpoint "$model" --text "$text/short/validation" --length 450 --layer 1 --head "$head" \
@@ -91,7 +91,7 @@ for name in ("one-process", "ranks", "ranks-with-yarn"):
 sys.exit(worst < 0.95 and f"A score up to {TRAINED:,} tokens is {worst:.3f}; the demo promises 0.95.")
 PYTHON
 
-say "done in $((SECONDS - start)) s. What there is now:"
+say "done in $((SECONDS - start)) s. Results:"
 cat <<END
     $run/needles.html    the needles: score by length and depth, in one process, over ranks, and with YaRN
     $model/report.html    loss, speed and every evaluation

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# From pairs to a model that translates: pairs → one tokenizer of both sides → shards → an encoder and a decoder over
-# ranks → BLEU on pages that it has not seen → ten translations → a picture of cross attention. What is there is kept; a
-# new run gets the next number.
+# From pairs to a translation model: pairs → one tokenizer for both sides → shards → encoder-decoder over ranks → BLEU on
+# held-out pages → ten translations → a plot of cross attention. Existing files are kept; a new run gets the next number.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source launcher/demos/ranks.sh
@@ -15,10 +14,10 @@ pairs=(--source-field en --text-field de)
 
 start=$SECONDS
 mkdir -p "$work" "$run"
-say "1/5 pairs, a tokenizer of both sides, shards"
+say "1/5 pairs, one tokenizer for both sides, shards"
 [ -e "$work/train.jsonl" ] ||
   show python -m launcher.demos.pairs "$work" ${LONGCTX_HELP_PAGES:+--help-pages "$LONGCTX_HELP_PAGES"}
-# Sums in words need a small vocabulary.
+# Sums in words need only a small vocabulary.
 size=4000
 [ "$(wc -c <"$work/train.jsonl")" -gt 5000000 ] || size=600
 [ -e "$work/tokenizer.model" ] ||
@@ -29,17 +28,17 @@ for split in train held-out; do
 done
 show longctx data inspect "$work/train" --seq-len 512 --source-seq-len 512
 
-say "2/5 an encoder and a decoder, ranks: $ranks"
+say "2/5 encoder-decoder training, ranks: $ranks"
 on_ranks train --config translate-small --data.train "$work/train" --data.validation "$work/held-out" \
   --model.vocab_size "$size" --run.output_dir "$run/model" --parallel.context "$ranks"
 
-say "3/5 pages that it has not seen"
+say "3/5 held-out pages"
 for beams in 1 4; do
   on_ranks evaluate --checkpoint "$run/model" --tasks translation --samples 200 --beams "$beams" \
     --length-penalty 0.6 --parallel.context 1 --output "$run/beams-$beams"
 done
 
-say "4/5 ten of them"
+say "4/5 ten examples"
 show python - "$run/beams-4/translation.jsonl" <<'PYTHON'
 import json, sys
 
@@ -48,7 +47,7 @@ with open(sys.argv[1]) as rows:
         print(f"\n    {row['source']}\n  → {row['written']}\n  = {row['reference']}")
 PYTHON
 
-say "5/5 what the last layer reads of the source"
+say "5/5 cross attention in the last layer"
 printf '%s\n' "${LONGCTX_SENTENCE:-$(python -c '
 import json, sys
 rows = [json.loads(line)["source"] for line in open(sys.argv[1])]
@@ -56,7 +55,7 @@ print(min((row for row in rows if len(row.split()) > 7), key=len, default=rows[0
 ' "$run/beams-4/translation.jsonl")}" >"$run/sentence.txt"
 show longctx attention --checkpoint "$run/model" --cross --text "$run/sentence.txt" --layer 1 --head 0 --output "$run/attention"
 
-say "done in $((SECONDS - start)) s. What there is now:"
+say "done in $((SECONDS - start)) s. Results:"
 cat <<END
     $run/model/report.html    loss, validation, speed
     $run/attention            the target against its source, by cross attention
