@@ -51,10 +51,10 @@ class TokenSpan(NamedTuple):
         return self.count + self.next_offset
 
 
-@dataclass(frozen=True, kw_only=True)
 # Each token and its following token share one buffer; positions and document ids are derived from the document bounds.
 # ``unpack`` builds the ``Batch`` of int64 tensors, 32 bytes per token, on the device that uses them, so only the
 # compact form crosses the bus.
+@dataclass(frozen=True, kw_only=True)
 class CompactBatch:
     """One rank's micro-batch tokens, or all of them, on the CPU."""
 
