@@ -126,7 +126,6 @@ class PackReport:
         )
 
 
-@dataclass(frozen=True)
 # Block shuffle. Permuting spans of adjacent documents and giving epoch block b the b-th interval in the permutation
 # yields three properties:
 #
@@ -135,6 +134,7 @@ class PackReport:
 #   * A block's documents are scattered over the corpus, down to single documents with up to ``MAX_FILES`` shards. With
 #     more shards, spans bound the files that a block touches. Within a block every document is shuffled on its own
 #     (``plan_parts``).
+@dataclass(frozen=True)
 class BlockAssignment:
     """Assignment of an epoch's documents to epoch blocks."""
 
