@@ -155,7 +155,7 @@ CASES: dict[str, tuple[Callable[[Path], Content | bytes], str]] = {
     ),
     "a BPE's suffix of a megabyte": (lambda _: bpe(model={"end_of_word_suffix": "x" * 10**6}), "end_of_word_suffix"),
     "a WordPiece's words of 10⁹": (lambda _: word_piece(max_input_chars_per_word=10**9), "max_input_chars_per_word"),
-    "a Unigram's piece of 100,000": (lambda _: unigram(100_000), "a piece of a length"),
+    "a Unigram's piece of 100,000": (lambda _: unigram(100_000), "a piece of length"),
     "(a+)+$": (lambda _: pre_tokenizers(split("(a+)+$")), SLOW),
     "(.*)*x": (lambda _: pre_tokenizers(split("(.*)*x")), "ids|" + SLOW),
     "(x+x+)+y, replaced": (lambda _: normalizers(replace("(x+x+)+y", "z", "Regex")), SLOW),
@@ -163,7 +163,7 @@ CASES: dict[str, tuple[Callable[[Path], Content | bytes], str]] = {
     "(a+)+$, decoded": (lambda _: decoders(replace("(a+)+$", "z", "Regex")), SLOW),
     "SentencePiece, a map of 100,000": (trained_charsmap, "its map produces a text"),
     "SentencePiece, an unknown of a megabyte": (lambda _: sentencepiece(unk_surface="x" * 1_000_000), "unk_surface"),
-    "SentencePiece, a piece of 3,000": (lambda _: sentencepiece(piece="a" * 3_000), "a piece of a length"),
+    "SentencePiece, a piece of 3,000": (lambda _: sentencepiece(piece="a" * 3_000), "a piece of length"),
 }
 QUICK = (
     "a letter becomes a megabyte", "bytes of bytes in a pre-tokenizer", "an empty suffix, decoded 30 times", "(a+)+$",
