@@ -35,17 +35,17 @@ END_SECONDS = 8.0
 
 HOP = Place("hop", "parallel.transport.point_to_point", "PointToPoint._block", call=3)
 PLACES = [
-    Place("data", "launcher.training.step_prefetch", "StepFeed.next_step", call=2),
+    Place("data", "launcher.training.step_prefetch", "StepPrefetcher.next_step", call=2),
     Place("forward", "longctx.model.block", "Block.forward", call=3),
     HOP,
     Place("backward", "parallel.transport.point_to_point", "PointToPoint.backward", call=3),
     Place("all-to-all", "parallel.experts.dispatcher", "AllToAllDispatcher.plan", call=3),
-    Place("optimizer step", "parallel.zero.zero_engine", "ZeroEngine._broken_gradients", call=2),
+    Place("optimizer step", "parallel.zero.zero_engine", "ZeroEngine._nonfinite_gradients", call=2),
     Place("save", "launcher.checkpoint.background_saver", "HostCopy.fill"),
     Place("validation", "launcher.training.trainer", "validate"),
     Place("start", "launcher.training.setup", "open_data"),
 ]
-MEETING = Place("meeting", "parallel.comm.process", "meeting_store")
+MEETING = Place("meeting", "parallel.comm.process", "rendezvous_store")
 
 
 def run(accident: Accident, shards: Path, folder: Path, changed: dict[str, Any] | None = None) -> Outcome:

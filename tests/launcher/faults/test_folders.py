@@ -18,7 +18,7 @@ from tests.launcher.workers import rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-NEXT_STEP = Place("step", "launcher.training.step_prefetch", "StepFeed.next_step", rank=0)
+NEXT_STEP = Place("step", "launcher.training.step_prefetch", "StepPrefetcher.next_step", rank=0)
 BEFORE_A_SAVE = Place("save", "launcher.training.trainer", "Trainer._save", rank=0)
 
 

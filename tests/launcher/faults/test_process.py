@@ -16,7 +16,7 @@ PLACES = {
     "a hop": Place("hop", "parallel.transport.point_to_point", "PointToPoint._block", call=2),
     "an all-to-all": Place("all-to-all", "parallel.experts.dispatcher", "AllToAllDispatcher.plan", call=2),
     "backward": Place("backward", "parallel.transport.point_to_point", "PointToPoint.backward"),
-    "the optimizer step": Place("optimizer step", "parallel.zero.zero_engine", "ZeroEngine._broken_gradients"),
+    "the optimizer step": Place("optimizer step", "parallel.zero.zero_engine", "ZeroEngine._nonfinite_gradients"),
 }
 STEP = 6
 """Five steps are recorded then, and a checkpoint is behind."""
