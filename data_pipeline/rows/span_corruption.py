@@ -28,7 +28,7 @@ from longctx.errors import ConfigError
 from longctx.integer_hash import mix64_array
 from longctx.tokenizer.pair_ids import start_of_targets
 
-# Salts; ``rows.mask`` has the previous ones.
+# Salts; ``rows.token_masking`` has the previous ones.
 _TAKEN, _LEFT = 301, 302
 
 

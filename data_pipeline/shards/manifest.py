@@ -54,7 +54,7 @@ class ShardEntry:
     documents: int
     tokens: int
     sums: str = ""
-    """xxh3_128 checksum of the file's block checksums (``shards.sums``); empty in folders from older releases."""
+    """xxh3_128 checksum of the file's block checksums (``block_checksum``); empty in folders from older releases."""
 
     num_ids: int = 0
     """Largest token id in the file plus 1; 0 in folders from releases that did not record it."""

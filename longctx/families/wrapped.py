@@ -1,6 +1,6 @@
 """Text models within multi-part models: Gemma 3 and 4, Mistral Small 3, Qwen3.5 with a vision tower.
 
-Such a model's config.json has its text model under ``text_config``. The text model is a family in ``families.table``;
+Such a model's config.json has its text model under ``text_config``. The text model is a family in ``family_registry``;
 the other parts' tensors, and the keys that describe them, are kept unchanged from import to export.
 """
 

@@ -8,8 +8,8 @@ Grouped-query attention is native.
 Work is cut into tiles. Tile inputs are converted and tile results merged one by one, so no full tensor is copied:
 
 * float32: tile log-sum-exps are merged in float64 (each is rounded separately, so the errors average out), and
-  backward works near exponent 0, where float32 is finest (``tiles.centred``). Gradients are more exact than the op's
-  own, for a few per cent more time.
+  backward works near exponent 0, where float32 is finest (``attention_tiles.centred``). Gradients are more exact than
+  the op's own, for a few per cent more time.
 * bfloat16 and float16 are computed in float32, unless the processor has bfloat16 instructions (on other processors
   the op is two to five times slower in bfloat16) or ``compute="native"`` is set. Native computation rounds each tile's
   gradients to bfloat16 and sums them in float32, one query head at a time: the op itself accumulates in bfloat16.

@@ -46,9 +46,9 @@ class StateSpan:
     """A device's contiguous tokens with one state: an open segment, or consecutive complete documents."""
 
     received_index: int | None
-    """Index into ``StateSegments.takes``; unset without an incoming state."""
+    """Index into ``StateSegments.received``; unset without an incoming state."""
     sent_index: int | None
-    """Index into ``StateSegments.gives``; unset if no outgoing state is requested."""
+    """Index into ``StateSegments.sent``; unset if no outgoing state is requested."""
     blocks: tuple[ChunkBlock, ...]
 
 

@@ -44,7 +44,7 @@ def gated_delta(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, t, H, V] in the values' dtype, and the outgoing states [s, B, H, D, V].
 
-    Segments in ``segments.gives`` return a state. Incoming states for ``segments.takes`` are ``initial_states``, or
+    Segments in ``segments.sent`` return a state. Incoming states for ``segments.received`` are ``initial_states``, or
     come from the exchange; other documents start at 0. Decays, states and matmuls are float32 (float64 for float64
     inputs). Everything is differentiable, except states with an exchange. Raise ConfigError if sizes do not fit.
     """

@@ -225,7 +225,7 @@ class _Sequences:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the segments' outputs [B, t, H, W], and the outgoing states [B, H, D, W] for segments that give one.
 
-        ``received_sBHDV`` are the incoming states for ``segments.takes``. With ``with_maps``, R and M follow O and U.
+        ``received_sBHDV``: incoming states, one per ``segments.received``. With ``with_maps``, R and M follow O and U.
         """
         q, k, v, g, beta = (self._pick(x, numbers) for x in self.tokens)
         (B, t, H, V), D = v.shape, q.shape[-1]

@@ -6,7 +6,7 @@
 2. if a rank has waited for L in a collective with a timeout: that would end by itself soon, with a message that
    names no rank;
 3. if no rank has made progress for L. Waiting is not progress; a mark is, and if a rank does not wait, so is any
-   external evidence of work (``sample.py``).
+   external evidence of work (``activity_sampler.py``).
 
 So a rank may build, compile, hash, save or evaluate for hours while all others wait patiently, as long as it shows any
 activity. During a single file system call there is no such evidence: a rank that has marked disk work may be quiet for
