@@ -56,7 +56,7 @@ def test_the_output_folder_is_renamed_before_a_save(scene: Scene):
         "files",
         "the output folder is renamed",
         injected="before the save of step 4; put back afterwards",
-        seen=scene.seen(outcome.text, "is gone"),
+        seen=scene.seen(outcome.text, "is missing"),
         seconds=outcome.seconds,
     )
 

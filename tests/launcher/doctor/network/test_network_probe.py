@@ -154,11 +154,11 @@ def test_a_worker_that_hangs_for_real(monkeypatch):
 
     def stop_one(self):
         look_around(self)
-        workers = [each for each in psutil.Process().children() if "doctor.worker" in " ".join(each.cmdline())]
+        workers = [each for each in psutil.Process().children() if "doctor_worker" in " ".join(each.cmdline())]
         workers[-1].suspend()
 
     monkeypatch.setattr(survey_module._ProbeCoordinator, "listen", stop_one)
     monkeypatch.setattr(survey_module, "_PHASE_SECONDS", 2.0)
     found = probe_this_machine(2)
     assert found.failures == {"rank 1": "no answer within 8 s"}
-    assert not [each for each in psutil.Process().children() if "doctor.worker" in " ".join(each.cmdline())]
+    assert not [each for each in psutil.Process().children() if "doctor_worker" in " ".join(each.cmdline())]
