@@ -190,11 +190,14 @@ class Stream:
     """Masked positions as indices into [B·t], int64 [chosen], if known. The head skips all other tokens."""
     segments: Tensor | None = None
     """The token's segment in its document, 0 or 1, int64; None if each document is one segment."""
-    order: Tensor | None = None
-    """At the first token of a two-segment document 0 if the segments follow each other as in their text, else 1, int64;
-    ``IGNORED_TARGET`` at all other tokens. None if unused."""
-    pair_indices: Tensor | None = None
-    """These first tokens as indices into [B·t], int64 [firsts], if known."""
+    pixels: Tensor | None = None
+    """Each token's pixels, uint8 [B, T, C·P·P]; zeros for class tokens and padding. None if the model reads token ids.
+    """
+    labels: Tensor | None = None
+    """The document's label at its first token, int64: its class, or for two segments 0 if they follow each other as in
+    their text and 1 if not; ``IGNORED_TARGET`` at all other tokens. None if unused."""
+    label_indices: Tensor | None = None
+    """These first tokens as indices into [B·t], int64 [labelled], if known."""
     sources: Tensor | None = None
     """Source number per document [num_documents], int64, −1 for padding; None if all share one source."""
     source: Stream | None = None
@@ -220,9 +223,9 @@ class Stream:
         return int((self.document_ids != PADDING_DOCUMENT).sum())
 
     @property
-    def num_pairs(self) -> int:
-        """Two-segment documents with their first token on this rank."""
-        return 0 if self.order is None else int((self.order != IGNORED_TARGET).sum())
+    def num_labels(self) -> int:
+        """Labelled documents with their first token on this rank."""
+        return 0 if self.labels is None else int((self.labels != IGNORED_TARGET).sum())
 
     @property
     def num_targets(self) -> int:
@@ -238,7 +241,7 @@ class Stream:
 
     def flatten_rows(self) -> Self:
         """Concatenate all rows into one [1, B·T], the shape that a sequence layout splits."""
-        flat, source = self.map_tokens(lambda x: x.reshape(1, -1)), self.source
+        flat, source = self.map_tokens(lambda x: x.flatten(0, 1)[None]), self.source
         if source is not None:
             source = source.flatten_rows()
         # Expert capacity is counted per row, so keep the row length; flattening twice equals flattening once.
@@ -255,7 +258,8 @@ class Stream:
             "loss_mask": 0,
             "tokens": 0,
             "segments": 0,
-            "order": IGNORED_TARGET,
+            "labels": IGNORED_TARGET,
+            "pixels": 0,
             "next_token_ids": IGNORED_TARGET,
             "masked": IGNORED_TARGET,
             "targets": IGNORED_TARGET,
@@ -263,31 +267,31 @@ class Stream:
         }
         longer = {}
         for name, x in flat.per_token().items():
-            padding_values = positions
+            padding_values = positions.to(x.dtype)
             if name in fill:
-                padding_values = torch.full_like(positions, fill[name])
-            longer[name] = torch.cat((x, padding_values.to(x.dtype)), dim=1)
+                padding_values = x.new_full((1, missing, *x.shape[2:]), fill[name])
+            longer[name] = torch.cat((x, padding_values), dim=1)
         return replace(flat, **longer, documents=documents)
 
     def per_token(self) -> dict[str, Tensor]:
         """Return per-token tensors by name: all must be split together to stay aligned."""
         found = {"tokens": self.tokens, "positions": self.positions, "document_ids": self.document_ids}
-        for name in ("next_token_ids", "loss_mask", "masked", "segments", "order"):
+        for name in ("next_token_ids", "loss_mask", "masked", "segments", "pixels", "labels"):
             if (values := getattr(self, name)) is not None:
                 found[name] = values
         return found
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Apply ``change`` to the per-token tensors; ``documents`` stay as they are."""
-        # masked_indices and pair_indices index the old tokens
+        # masked_indices and label_indices index the old tokens
         return replace(
-            self, **{name: change(x) for name, x in self.per_token().items()}, masked_indices=None, pair_indices=None
+            self, **{name: change(x) for name, x in self.per_token().items()}, masked_indices=None, label_indices=None
         )
 
     def to(self, device: torch.device) -> Self:
         """Move per-token tensors to ``device``; ``documents`` stay on the CPU, for schedules."""
         moved = self.map_tokens(lambda x: x.to(device, non_blocking=True))
-        rows = {name: getattr(self, name) for name in ("masked_indices", "pair_indices")}
+        rows = {name: getattr(self, name) for name in ("masked_indices", "label_indices")}
         rows = {name: x.to(device, non_blocking=True) for name, x in rows.items() if x is not None}
         source = self.source
         if source is not None:

@@ -78,8 +78,10 @@ class CompactBatch:
     None without masking."""
     seconds: Tensor | None = None
     """First token of each document's second segment, int64 [D]; None if each document is one segment."""
-    pair_indices: Tensor | None = None
-    """This rank's first tokens in two-segment documents, with their ``Stream.order``, int32 [2, firsts]."""
+    label_indices: Tensor | None = None
+    """This rank's first tokens in labelled documents, with their ``Stream.labels``, int32 [2, labelled]."""
+    pixels: Tensor | None = None
+    """``Stream.pixels`` in this rank's token order, uint8 [B·t, C·P·P]."""
     num_targets: int
     """Masked tokens; without masking, tokens with a following token in their document that counts."""
     num_tokens: int
@@ -110,13 +112,13 @@ class CompactBatch:
     def _device_fields(self) -> tuple[str, ...]:
         """Names of the tensors that are copied to the device."""
         names = ("ids", "spans", "ends", "bounds")
-        optional = ("target_runs", "masked", "seconds", "pair_indices")
+        optional = ("target_runs", "masked", "seconds", "label_indices", "pixels")
         return names + tuple(name for name in optional if getattr(self, name) is not None)
 
     @property
-    def num_pairs(self) -> int:
-        """Two-segment documents with their first token on this rank."""
-        return 0 if self.pair_indices is None else self.pair_indices.shape[1]
+    def num_labels(self) -> int:
+        """Labelled documents with their first token on this rank."""
+        return 0 if self.label_indices is None else self.label_indices.shape[1]
 
     def num_mtp_targets(self, most: int) -> int:
         """Return the same as ``Batch.num_mtp_targets``."""
@@ -141,16 +143,19 @@ class CompactBatch:
             per_token = self.copied()
         else:
             per_token = self.unpack_by_lookup(device)
-        masked_indices = pair_indices = None
-        if self.seconds is not None and self.pair_indices is not None:
+        masked_indices = label_indices = None
+        if self.seconds is not None:
             # Padding has id -1: look up document 0 for it, and mask it below.
             document_ids, seconds = per_token["document_ids"], self.seconds.to(device, non_blocking=True)
             is_second = per_token["positions"] >= seconds[document_ids.clamp(min=0)]
             per_token["segments"] = (is_second & (document_ids != PADDING_DOCUMENT)).long()
-            pair_indices, order_labels = self.pair_indices.to(device, non_blocking=True).long()
-            per_token["order"] = torch.full_like(document_ids, IGNORED_TARGET).index_copy_(
-                0, pair_indices, order_labels
+        if self.label_indices is not None:
+            label_indices, labels = self.label_indices.to(device, non_blocking=True).long()
+            per_token["labels"] = torch.full_like(per_token["tokens"], IGNORED_TARGET).index_copy_(
+                0, label_indices, labels
             )
+        if self.pixels is not None:
+            per_token["pixels"] = self.pixels.to(device, non_blocking=True)
         if self.masked is not None:
             masked_indices, read_as = self.masked.to(device, non_blocking=True).long()
             tokens = per_token["tokens"]
@@ -159,10 +164,10 @@ class CompactBatch:
             )
             tokens.index_copy_(0, masked_indices, read_as)
         return Stream(
-            **{name: x.view(self.shape) for name, x in per_token.items()},
+            **{name: x.view(*self.shape, *x.shape[1:]) for name, x in per_token.items()},
             documents=self.documents,
             masked_indices=masked_indices,
-            pair_indices=pair_indices,
+            label_indices=label_indices,
             sources=self.sources,
             source=None,
             row_tokens=self.row_tokens,

@@ -1,4 +1,4 @@
-"""``ExampleRule``: properties that packing needs to know about examples made from texts."""
+"""``ExampleRule``: properties of examples that packing and reading need to know."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ class ExampleRule(Protocol):
     @property
     def has_segments(self) -> bool:
         """True if an example has two segments."""
+        ...
+
+    @property
+    def has_labels(self) -> bool:
+        """True if an example may have a label."""
+        ...
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Pixel bytes per token; 0 if examples consist of token ids alone."""
         ...
 
     @property

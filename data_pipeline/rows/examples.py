@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,8 +27,8 @@ class Example:
     """Encoder input."""
     second: int = 0
     """Start token of the second segment; 0 if there is only one segment."""
-    order: int = 0
-    """For two segments, 0 if they are consecutive as in the text, 1 otherwise."""
+    label: int | None = None
+    """Class; for two segments 0 if they are consecutive as in the text, 1 otherwise. None without a label."""
 
 
 PieceOfEpoch = tuple[Piece, int]
@@ -42,7 +42,16 @@ class Recipe(Protocol):
     rule: ExampleRule
 
     def examples(self, pieces: Sequence[PieceOfEpoch]) -> list[Example]:
-        """Return one example per piece, reading the texts needed for it."""
+        """Return one example per piece, reading the documents needed for it."""
+        ...
+
+
+@runtime_checkable
+class PixelRecipe(Recipe, Protocol):
+    """Recipe for a rule with ``pixel_bytes`` (``rows.images``)."""
+
+    def pixels(self, piece: PieceOfEpoch, first: int, last: int, step: int) -> np.ndarray:
+        """Return the pixels of tokens ``first``, ``first`` + ``step``, … below ``last``, uint8 [tokens, bytes]."""
         ...
 
 
@@ -77,9 +86,9 @@ class Examples:
         return cls(recipe, pieces), found
 
     @property
-    def has_segments(self) -> bool:
-        """True if each example has two segments."""
-        return self._recipe.rule.has_segments
+    def rule(self) -> ExampleRule:
+        """Rule for the examples' lengths and what they contain."""
+        return self._recipe.rule
 
     @property
     def sources(self) -> Examples:
@@ -95,10 +104,20 @@ class Examples:
         self._make(number for number, _, _ in wanted)
         return [self._tokens(number)[start:stop] for number, start, stop in wanted]
 
-    def segments(self, number: int) -> tuple[int, int]:
-        """Return an example's ``second`` and ``order``."""
+    def second(self, number: int) -> int:
+        """Return where an example's second segment starts."""
         self._make([number])
-        return self._made[number].second, self._made[number].order
+        return self._made[number].second
+
+    def label(self, number: int) -> int | None:
+        """Return an example's label, if it has one."""
+        self._make([number])
+        return self._made[number].label
+
+    def pixels(self, number: int, first: int, last: int, step: int) -> np.ndarray:
+        """Return the pixels of an example's tokens, as ``PixelRecipe.pixels`` does."""
+        assert isinstance(self._recipe, PixelRecipe), "the recipe has no pixels"
+        return self._recipe.pixels(self._pieces[number], first, last, step)
 
     def target_runs(self, index: int) -> None:
         """Return None: every target token is predicted, and source tokens never are."""

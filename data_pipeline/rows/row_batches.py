@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from data_pipeline.rows.example_tensors import Runs, example_tensors
 from data_pipeline.rows.examples import Examples
 from data_pipeline.rows.fim_documents import Documents
 from data_pipeline.rows.pack import Row
@@ -18,10 +19,6 @@ from data_pipeline.rows.token_masking import Masking
 from data_pipeline.shards.reader import SourceSide
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch, DocumentEnd, TokenSpan
-
-Runs = Sequence[tuple[int, int, int]]
-"""Spans of token positions, each as (start, count, step) for start, start + step, …; ascending and disjoint."""
-
 
 @dataclass(frozen=True)
 class Share:
@@ -206,12 +203,12 @@ def _read(
     if masking is not None:
         masked = torch.from_numpy(_masked(shards, layout, share, held, found, masking))
         buffer.num_targets = masked.shape[1]
-    segments: dict[str, Any] = {}
-    if isinstance(shards, Examples) and shards.has_segments:
-        segments = _segments(shards, layout, share, held)
+    of_examples: dict[str, Any] = {}
+    if isinstance(shards, Examples):
+        of_examples = example_tensors(shards, layout, share.runs, held)
     return CompactBatch(
         masked=masked,
-        **segments,
+        **of_examples,
         ids=torch.from_numpy(buffer.ids()),
         spans=torch.from_numpy(np.array(buffer.spans or _NO_SPANS, np.int64)),
         ends=torch.from_numpy(np.frombuffer(buffer.ends, np.uint8)),
@@ -301,27 +298,6 @@ def _owner(shards: Readable, document: int) -> tuple[int, int]:
         return 0, shards.key(document)
     folder = int(np.searchsorted(shards.first_documents, document, side="right")) - 1
     return folder, document - int(shards.first_documents[folder])
-
-
-def _segments(
-    examples: Examples, layout: RowLayout, share: Share, held: Sequence[list[Held]]
-) -> dict[str, torch.Tensor]:
-    """Return the second segments' starts for documents on this rank, and each local document start with its order
-    label.
-    """
-    bounds = layout.documents.bounds
-    seconds, segment_starts, local = np.zeros(layout.documents.num_documents, np.int64), [np.empty((0, 2), np.int32)], 0
-    for own, (start, count, step) in zip(held, share.runs, strict=True):
-        for number, first, _ in own:
-            piece = layout.piece(number)
-            if piece is None:
-                continue
-            seconds[number], order = examples.segments(piece[0])
-            if first == bounds[number]:
-                segment_starts.append(np.array([[local + (first - start) // step, order]], np.int32))
-        local += count
-    found = np.ascontiguousarray(np.concatenate(segment_starts).T)
-    return {"seconds": torch.from_numpy(seconds), "pair_indices": torch.from_numpy(found)}
 
 
 def _num_inside(bounds: np.ndarray, start: int, count: int, step: int) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from data_pipeline.rows.examples import Examples, Recipe
 from data_pipeline.rows.fim import Fim
 from data_pipeline.rows.fim_documents import Documents, FimDocuments
+from data_pipeline.rows.images import ImageRule, Images
 from data_pipeline.rows.pack import Packing, Row
 from data_pipeline.rows.row_batches import (
     Lengths,
@@ -74,7 +75,7 @@ class RowReader:
         """Return a row's two-segment examples: unmasked tokens, start token of the second segment, and order label."""
         assert self.recipe is not None, "texts without a recipe have no segments"
         pieces = list(zip(row, row.epochs or [0] * len(row), strict=True))
-        return [(made.tokens, made.second, made.order) for made in self.recipe.examples(pieces)]
+        return [(made.tokens, made.second, made.label) for made in self.recipe.examples(pieces)]
 
     def _resolve_sources(self, rows: Sequence[Row]) -> tuple[Readable, Sequence[Row], Sources | None]:
         # The only place that distinguishes the three kinds of data: everything below sees documents, rows and optional
@@ -93,6 +94,13 @@ def reader_options_for(
     folders: Sequence[ShardSet], packing: Packing, seq_len: int, source_seq_len: int, *, seed: int
 ) -> dict[str, Any]:
     """Return a folder's source side or recipe as ``RowReader`` fields; empty for texts that are read unchanged."""
+    if isinstance(packing.examples, ImageRule):
+        return {"recipe": Images(packing.examples, folders[0], seed=seed)}
+    if folders[0].is_images:
+        raise ConfigError(
+            f"{folders[0].folder} contains images, which a model without model.image cannot read.\n"
+            "Set model.image (height, width, channels, patch), or use a folder of texts."
+        )
     if isinstance(packing.examples, SpanRule):
         spans = Spans(packing.examples, folders[0], seq_len=seq_len, source_seq_len=source_seq_len, seed=seed)
         return {"recipe": spans}

@@ -40,7 +40,7 @@ class SpanRule:
     """Fraction of tokens to remove."""
     length: float = 3.0
     """Mean tokens per span."""
-    least_tokens, has_segments = 1, False
+    least_tokens, has_segments, has_labels, pixel_bytes = 1, False, False, 0
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < 1:

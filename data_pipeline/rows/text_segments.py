@@ -42,7 +42,7 @@ class SegmentRule:
 
     kind: str
     """``nsp`` or ``sop``."""
-    least_tokens, has_segments = 2, True
+    least_tokens, has_segments, has_labels, pixel_bytes = 2, True, True, 0
 
     def __str__(self) -> str:
         """Return the rule as recorded in the loader state."""
@@ -113,7 +113,7 @@ class TextSegments:
                 first, second = second, first
             parts = (self._begin, first, self._end, second, self._end)
             # [CLS] first [SEP] second [SEP]: the second segment starts after the first one and two special tokens.
-            made.append(Example(np.concatenate(parts), second=len(first) + 2, order=order))
+            made.append(Example(np.concatenate(parts), second=len(first) + 2, label=order))
         return made
 
     def _hash(self, piece: Piece, epoch: int, seed_tag: int, number: int = 0) -> int:

@@ -67,8 +67,11 @@ class Masking:
         self._mask = tokenizer.special.mask
         self._is_control = tokenizer.is_control
         self._random_ids = np.flatnonzero(~tokenizer.is_control).astype(np.int32)
-        self._is_word_start = find_word_starts(tokenizer)
-        if rule.whole_words and not self._is_word_start[~tokenizer.is_control].any():
+        # Only whole words read it, and an image's colours have none.
+        self._is_word_start = np.ones(tokenizer.vocab_size, bool)
+        if rule.whole_words:
+            self._is_word_start = find_word_starts(tokenizer)
+        if not self._is_word_start[~tokenizer.is_control].any():
             raise ConfigError(
                 f"data.mask_whole_words=true needs a tokenizer with vocabulary pieces that mark word starts; "
                 f"those in {tokenizer.path} do not. Set data.mask_whole_words=false."

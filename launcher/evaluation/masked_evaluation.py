@@ -124,14 +124,14 @@ class MaskedScores:
             self.sums[:3] += torch.tensor(
                 [len(target_indices), float(nll_c.double().sum()), right], dtype=torch.float64
             )
-        if decoder.pair_head is None or batch.order is None:
+        if decoder.pair_head is None or batch.labels is None:
             return
-        order_N = batch.order.flatten()
+        labels_N = batch.labels.flatten()
         # Only a pair's first token carries the pair's target.
-        pair_indices = (order_N != IGNORED_TARGET).nonzero().flatten()
-        predicted_F = decoder.pair_head(hidden_NM[pair_indices]).argmax(1)
+        label_indices = (labels_N != IGNORED_TARGET).nonzero().flatten()
+        predicted_F = decoder.pair_head(hidden_NM[label_indices]).argmax(1)
         self.sums[3:] += torch.tensor(
-            [len(pair_indices), int((predicted_F == order_N[pair_indices]).sum())], dtype=torch.float64
+            [len(label_indices), int((predicted_F == labels_N[label_indices]).sum())], dtype=torch.float64
         )
 
     def over_ranks(self) -> Tensor:

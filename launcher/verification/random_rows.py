@@ -58,12 +58,12 @@ def _with_segments(stream: Stream, generator: torch.Generator) -> Stream:
     lengths_D = torch.tensor(stream.documents.lengths)
     is_text_BT = stream.document_ids != PADDING_DOCUMENT
     second_BT = 2 * stream.positions >= lengths_D[stream.document_ids.clamp(min=0)]
-    order_BT = torch.randint(2, stream.tokens.shape, generator=generator)
+    labels_BT = torch.randint(2, stream.tokens.shape, generator=generator)
     is_first_BT = is_text_BT & (stream.positions == 0)
     return replace(
         stream,
         segments=(second_BT & is_text_BT).long(),
-        order=order_BT.masked_fill(~is_first_BT, IGNORED_TARGET),
+        labels=labels_BT.masked_fill(~is_first_BT, IGNORED_TARGET),
     )
 
 

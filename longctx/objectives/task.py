@@ -66,8 +66,8 @@ class Countable(Protocol):
         ...
 
     @property
-    def num_pairs(self) -> int:
-        """Two-segment documents with their first token on this rank."""
+    def num_labels(self) -> int:
+        """Labelled documents with their first token on this rank."""
         ...
 
     def num_mtp_targets(self, most: int) -> int:

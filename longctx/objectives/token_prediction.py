@@ -89,7 +89,7 @@ class TokenPrediction(Task):
         """Count targets, tokens (without padding), pairs (pair head) and targets further ahead (MTP)."""
         counts = {"targets": batch.num_targets, "tokens": batch.num_tokens}
         if self.network.pair_head is not None:
-            counts["pairs"] = batch.num_pairs
+            counts["pairs"] = batch.num_labels
         if self.network.config.mtp_layers:
             counts["ahead"] = batch.num_mtp_targets(self.network.config.mtp_layers)
         return counts
@@ -186,17 +186,17 @@ class TokenPrediction(Task):
 
     def _pair_sums(self, hidden_BtM: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return the pair head's cross-entropy over this rank's first tokens, and its number of correct predictions."""
-        order, pair_indices = batch.order, batch.pair_indices
-        if order is None:
-            order = torch.full_like(batch.tokens, IGNORED_TARGET)
-        if pair_indices is None:
-            pair_indices = (order.flatten() != IGNORED_TARGET).nonzero().flatten()
+        labels, label_indices = batch.labels, batch.label_indices
+        if labels is None:
+            labels = torch.full_like(batch.tokens, IGNORED_TARGET)
+        if label_indices is None:
+            label_indices = (labels.flatten() != IGNORED_TARGET).nonzero().flatten()
         # The head also runs on ranks without first tokens: ZeRO gathers its weights on all ranks.
-        logits_F2 = self.network.pair_head(_at(hidden_BtM, pair_indices)[0])
-        order_F = order.flatten()[pair_indices]
-        right = (logits_F2.argmax(1) == order_F).sum().float()
+        logits_F2 = self.network.pair_head(_at(hidden_BtM, label_indices)[0])
+        labels_F = labels.flatten()[label_indices]
+        right = (logits_F2.argmax(1) == labels_F).sum().float()
         logits_F2 = logits_F2.to(accumulate_dtype(logits_F2.dtype))
-        return {"pair": functional.cross_entropy(logits_F2, order_F, reduction="sum"), "right_pairs": right}
+        return {"pair": functional.cross_entropy(logits_F2, labels_F, reduction="sum"), "right_pairs": right}
 
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:

@@ -51,7 +51,7 @@ def documents(batch):
     ids = batch.document_ids.flatten()
     for n in sorted(set(ids[ids >= 0].tolist())):
         own = ids == n
-        order = batch.order.flatten()[own]
+        order = batch.labels.flatten()[own]
         assert (order[1:] == IGNORED_TARGET).all()
         yield batch.tokens.flatten()[own].numpy(), batch.segments.flatten()[own].numpy(), int(order[0])
 
@@ -81,8 +81,8 @@ def test_a_document_is_two_segments_of_a_text_in_an_order(folder, wordpiece, kin
             assert f" {' '.join(map(str, second))} " in f"{text} "
             orders[order] += 1
             texts.update(first.tolist() if kind == "nsp" else np.concatenate(parts).tolist())
-        assert batch.num_pairs == len(batch.order[batch.order != IGNORED_TARGET])
-        firsts += batch.num_pairs
+        assert batch.num_labels == len(batch.labels[batch.labels != IGNORED_TARGET])
+        firsts += batch.num_labels
     assert firsts == orders.total()
     assert abs(orders[0] - orders[1]) < 5 * orders.total() ** 0.5
     if kind == "sop":
@@ -100,7 +100,7 @@ def test_a_piece_is_cut_where_a_paragraph_begins_and_else_at_a_word(folder, word
     for epoch in range(20):
         (made,) = recipe.examples([((document, 0, length - 2), epoch)])
         first = made.second - 2
-        if made.order:
+        if made.label:
             first = len(made.tokens) - 3 - first
         cuts.add(first + 1)
     assert cuts <= set(begins.tolist())
@@ -170,19 +170,19 @@ def test_ranks_read_equal_bits_and_a_run_goes_on_to_them(folder, kind, layout, d
         repeated = next(again)
         for name in ("tokens", "targets", "segments", "order"):
             assert torch.equal(getattr(repeated, name), getattr(batch, name))
-        flat, num_pairs = batch.flatten_rows(), 0
+        flat, num_labels = batch.flatten_rows(), 0
         for rank, loader in enumerate(ranks):
             share = loader.take(place(rank)).share
             got = share.unpack()
             for name in ("tokens", "targets", "segments", "order"):
                 assert torch.equal(getattr(got, name), got.placement.split(getattr(flat, name), rank, 1)), name
-            assert share.num_pairs == got.num_pairs == len(got.pair_indices)
-            assert (got.order.flatten()[got.pair_indices] != IGNORED_TARGET).all()
+            assert share.num_labels == got.num_labels == len(got.label_indices)
+            assert (got.labels.flatten()[got.label_indices] != IGNORED_TARGET).all()
             # What a device makes of it token by token is the same.
             looked = share.unpack_by_lookup("cpu")
             assert torch.equal(looked["positions"].view(1, -1), got.positions)
-            num_pairs += share.num_pairs
-        assert num_pairs == batch.num_pairs > 0
+            num_labels += share.num_labels
+        assert num_labels == batch.num_labels > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -201,7 +201,7 @@ def test_epochs_and_seeds_draw_others_and_validation_the_same(folder, kind):
             "mask": MaskRule(),
             "packing": Packing(examples=SegmentRule(kind)),
         }
-        return [(batch.tokens, batch.order) for batch in build_validation_loader(folder / "validation", **options)]
+        return [(batch.tokens, batch.labels) for batch in build_validation_loader(folder / "validation", **options)]
 
     assert all(
         torch.equal(a, b) for one, two in zip(rows(), rows(), strict=True) for a, b in zip(one, two, strict=True)
@@ -224,7 +224,7 @@ def test_without_long_documents_segments_stay_together(tmp_path, wordpiece):
     build_shards(open_source(tmp_path / "in"), wordpiece, tmp_path / "out", validation_fraction=0)
     recipe = TextSegments(SegmentRule("nsp"), ShardSet.open(tmp_path / "out"), seed=0)
     made = recipe.examples([((0, 0, 190), epoch) for epoch in range(6)])
-    assert {example.order for example in made} == {0}
+    assert {example.label for example in made} == {0}
 
 
 def test_what_is_refused(folder, built, tmp_path, wordpiece):

@@ -50,7 +50,7 @@ def packed(generator: torch.Generator) -> Stream:
         documents=PackedDocuments.of_lengths([*lengths, 3]),
         masked=masked.masked_fill(ids < 0, IGNORED_TARGET),
         segments=segments[None],
-        order=order,
+        labels=order,
     )
 
 
@@ -81,7 +81,7 @@ def test_losses_and_gradients_packed_here_and_padded_there(name, tmp_path):
         given["input_ids"][row, :length] = stream.tokens[0, own]
         given["token_type_ids"][row, :length] = stream.segments[0, own]
         labels[row, :length], mask[row, :length] = stream.masked[0, own], 1
-    order = stream.order[stream.order != IGNORED_TARGET]
+    order = stream.labels[stream.labels != IGNORED_TARGET]
     asked = {"bert": "next_sentence_label", "albert": "sentence_order_label"}[name]
     found = theirs(**given, attention_mask=mask.long(), labels=labels, **{asked: order})
     torch.testing.assert_close(loss, found.loss, rtol=1e-12, atol=0)
@@ -125,7 +125,7 @@ def test_a_rank_without_first_tokens_adds_nothing_and_takes_part(tmp_path):
     model = Decoder(config, seed=0)
     task = build_objective(model, Objective("masked"))
     stream = packed(torch.Generator().manual_seed(2))
-    batch = task.prepare(replace(stream, order=torch.full_like(stream.order, IGNORED_TARGET)))
+    batch = task.prepare(replace(stream, labels=torch.full_like(stream.labels, IGNORED_TARGET)))
     sums = task.loss_sum(task(batch))
     assert float(sums["pair"].detach()) == float(sums["right_pairs"]) == 0
     task.loss(sums, {"targets": 1, "tokens": 1, "pairs": 1}).backward()
