@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 from longctx import families
 from longctx.architecture.fields import ModelFields, names_of_role
+from longctx.architecture.image import ImageShape
 from longctx.architecture.model_rules import check_model
 from longctx.architecture.rope import Rope
 from longctx.errors import ConfigError
@@ -51,6 +52,8 @@ class ModelConfig(ModelFields):
         values = dict(values)
         if isinstance(values.get("rope"), dict):
             values["rope"] = _from_plain(Rope, values["rope"], "model.rope")
+        if isinstance(values.get("image"), dict):
+            values["image"] = _from_plain(ImageShape, values["image"], "model.image")
         return _from_plain(cls, values, "model")
 
     @classmethod

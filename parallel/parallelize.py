@@ -19,6 +19,7 @@ from longctx.objectives.task import Task
 from longctx.objectives.token_prediction import Shift, next_values
 from parallel.attention.context_parallel_plan import ContextParallelOptions
 from parallel.attention.cores import CORES, build_cores
+from parallel.document_sums import document_sum
 from parallel.experts.dispatcher import AllToAllDispatcher, ReplicatedExperts
 from parallel.mesh import Mesh, closest_value
 from parallel.schedule.document_segments import shared_documents
@@ -61,7 +62,7 @@ def build_parallel_model(
     if seed is not None:
         decoder.initialize(seed)
     # 3. The objective last: DeepSpeed wraps one module, and ZeRO-3 gathers weights only during that module's forward.
-    return build_objective(decoder, objective, _context_sum(mesh), _shift_over(mesh))
+    return build_objective(decoder, objective, _context_sum(mesh), _shift_over(mesh), document_sum(mesh))
 
 
 def build_empty_decoder(

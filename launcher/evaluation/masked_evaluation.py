@@ -35,7 +35,7 @@ from longctx.errors import ConfigError
 from longctx.files import read_toml, write_synced
 from longctx.model.decoder import Decoder
 from longctx.objectives.build import Objective, build_objective
-from longctx.objectives.token_prediction import hidden_states
+from longctx.objectives.routed_task import hidden_states
 from parallel.comm.world import on_every_rank, on_rank_0, own_rank, sum_over_ranks
 from parallel.layout.sequence import SequenceLayout, num_parts
 from parallel.mesh import Mesh

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from longctx.architecture.image import ImageShape
 from longctx.architecture.rope import Rope
 
 Role = Literal["function", "experts", "training", "length"]
@@ -37,7 +38,7 @@ class SizeFields:
     """Width, depth and vocabulary."""
 
     vocab_size: int = 4096
-    """Embedding table entries; at least the tokenizer's size."""
+    """Embedding table entries; at least the tokenizer's size. 0 for a model of patches."""
     hidden_size: int = 128
     """Model width M."""
     embedding_size: int = 0
@@ -59,6 +60,14 @@ class SizeFields:
     """Size D for each query and key head; includes rotated channels in latent attention."""
     max_positions: int = _length(4096)
     """Longest intended document piece in tokens; also the size for a learned position table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFields:
+    """Images instead of texts."""
+
+    image: ImageShape = field(default_factory=ImageShape)
+    """Images that the model reads, and how they become tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +265,15 @@ class StreamFields:
     pair_head: str = "none"
     """Two-segment classifier on the first token: whether the second segment follows the first (nsp, BERT) or both are
     in order (sop, ALBERT); none omits it."""
+    token_head: bool = True
+    """Predict tokens; false leaves the class head as the only one."""
+    classes: int = 0
+    """Classes of the class head; 0 omits it."""
+    class_pool: str = "first"
+    """Hidden state that the class head reads: the document's first token's (first), or the mean over the document's
+    tokens (mean)."""
+    class_bias: bool = True
+    """Add a bias to the class head."""
     embedding_scale: float = 1.0
     """Factor on embeddings (Gemma: the square root of hidden_size)."""
     residual_scale: float = 1.0
@@ -299,6 +317,7 @@ class ModelFields(
     GlobalFields,
     DeltaFields,
     AttentionFields,
+    ImageFields,
     SizeFields,
 ):
     """All decoder fields, and values derived from several of them. No validation happens here.
@@ -311,6 +330,11 @@ class ModelFields(
     def embedding_dim(self) -> int:
         """Embedding table width."""
         return self.embedding_size or self.hidden_size
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """True if the model has a token head."""
+        return self.vocab_size > 0 and self.token_head
 
     @property
     def value_dim(self) -> int:

@@ -6,6 +6,7 @@ import math
 from dataclasses import fields
 
 from longctx.architecture.fields import DeltaFields, GlobalFields, ModelFields, encoder_of
+from longctx.architecture.image_rules import check_image
 from longctx.architecture.layer_specs import mixers_of
 from longctx.architecture.mixers.layer_kinds import MIXERS, READS
 from longctx.architecture.types import check_types
@@ -21,6 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "score_function": ("softmax", "sigmoid"),
     "balance_scope": ("sequence", "micro_batch", "global_batch"),
     "pair_head": ("none", "nsp", "sop"),
+    "class_pool": ("first", "mean"),
 }
 """Allowed values per text field."""
 
@@ -28,7 +30,6 @@ GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
 """Activations that multiply two projections."""
 
 _AT_LEAST_ONE = (
-    "vocab_size",
     "hidden_size",
     "num_layers",
     "num_heads",
@@ -43,6 +44,8 @@ _AT_LEAST_ONE = (
 _POSITIVE = ("norm_eps", "init_std", "embedding_scale", "residual_scale", "logit_scale", "routed_scale")
 _NOT_NEGATIVE = (
     "embedding_std",
+    "vocab_size",
+    "classes",
     "encoder_layers",
     "mtp_layers",
     "embedding_size",
@@ -80,6 +83,7 @@ UPPER_BOUNDS = {
     "mtp_layers": 64,
     "num_experts": 2**16,
     "vocab_size": 2**32,
+    "classes": 2**32,
     "hidden_size": 2**20,
     "embedding_size": 2**20,
     "segments": 2**16,
@@ -122,6 +126,7 @@ def check_model(config: ModelFields) -> None:
     for name, choices in CHOICES.items():
         if getattr(config, name) not in choices:
             raise ConfigError(f"model.{name}={shown(getattr(config, name))} is unknown. Try one of {list(choices)}.")
+    check_image(config)
     _check_heads(config)
     _check_layers(config)
     _check_mixers(config)

@@ -149,7 +149,7 @@ class HfReader:
         if isinstance(self._disk, WrappedFolder):
             passthrough_names |= {name for name in names if self._disk.name_map.is_other(name)}
         heads = set[str]()
-        if self.config.pair_head == "none":
+        if self.config.pair_head == "none" and not self.config.classes:
             heads = {name for name in names if matches(family.other_heads, name)}
         if heads:
             log.warning(
@@ -176,7 +176,7 @@ class HfReader:
         # Some tools also save a tied model's head; a copy of the embeddings is not a separate parameter.
         family = FAMILIES[self.model_type]
         copies = dict(family.copies)
-        if self.config.tie_embeddings:
+        if self.config.tie_embeddings and self.config.predicts_tokens:
             copies[family.head] = self._embeddings
         # A multi-token prediction block may repeat tensors that it shares with the model.
         for copy, parameter in mtp_duplicates(family, self.config).items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -171,6 +171,8 @@ def canonical_fields(config: ModelFields) -> dict[str, Any]:
         # A rope shared by all layers is stored once, so that a family with a single rope can express it.
         if all(rope == values["rope"][0] for rope in values["rope"]):
             values["rope"] = values["rope"][:1]
+    # Files for the pixels' preparation hold these two, not config.json.
+    values["image"] = replace(config.image, mean=(0.5,), std=(0.5,))
     # Selecting from all groups is the same as having no groups.
     if config.groups_per_token == config.expert_groups and config.num_experts:
         values["expert_groups"] = values["groups_per_token"] = 1

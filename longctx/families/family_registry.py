@@ -21,6 +21,7 @@ from longctx.families.qwen import MIMO, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED
 from longctx.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from longctx.families.spec import Family
 from longctx.families.t5 import T5
+from longctx.families.vit import VIT
 
 # If several families fit one model, the first is written: the type that most programs support.
 _ALL = (
@@ -62,6 +63,7 @@ _ALL = (
     BART,
     MARIAN,
     T5,
+    VIT,
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}

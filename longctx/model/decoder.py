@@ -31,6 +31,7 @@ from longctx.model.block import LayerCall
 from longctx.model.chunks.chunked_head import chunked_loss_sums
 from longctx.model.chunks.chunked_layer import chunked_layer
 from longctx.model.chunks.residual_stream import ResidualStream, new_stream
+from longctx.model.document_head import build_class_head, build_pair_head
 from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
 from longctx.model.experts.moe_layer import MoECall
@@ -40,11 +41,10 @@ from longctx.model.layers.initialize import InitialTensor, initial_buffer
 from longctx.model.layers.linear import set_matmul_mode
 from longctx.model.mixers.cross_projections import CrossCall
 from longctx.model.mixers.mixer_networks import CROSS, with_local_cores
-from longctx.model.pair_head import PairHead
 from longctx.model.plans import cross_call, plan_layers, resolve_positions
 from longctx.model.rotary import RotaryTable
 from longctx.model.source import EncodedSource, join_sources
-from longctx.model.stack import PassCalls, Stack
+from longctx.model.stack import PassCalls, Stack, StackInput
 from longctx.model.training_pass import (
     EVALUATION,
     Execution,
@@ -81,10 +81,12 @@ class Decoder(nn.Module):
         if config.encoder_layers:
             self.encoder = Stack(encoder_of(config), owns_table=False)
         self.joined_sources: tuple[list[EncodedSource], EncodedSource] | None = None  # cached for several sequences
-        self.lm_head = LMHead(config, execution.matmul_mode, run_with(execution.compiler))
-        self.pair_head: Any = None
-        if config.pair_head != "none":
-            self.pair_head = PairHead(config)
+        self.run_region = run_with(execution.compiler)
+        self.lm_head: Any = None
+        if config.predicts_tokens:
+            self.lm_head = LMHead(config, execution.matmul_mode, self.run_region)
+        self.pair_head: Any = build_pair_head(config)
+        self.class_head: Any = build_class_head(config)
         set_matmul_mode(self, execution.matmul_mode)
         if seed is not None:
             self.initialize(seed)
@@ -125,6 +127,7 @@ class Decoder(nn.Module):
         stream: ResidualStream | None = None,
         source: EncodedSource | None = None,
         segments: Tensor | None = None,
+        pixels: Tensor | None = None,
         mtp_tokens: Sequence[Tensor] = (),
     ) -> Any:
         """Compute hidden states [B, t, M]; with ``return_stats`` also ``RouterStats`` for each expert layer.
@@ -140,25 +143,30 @@ class Decoder(nn.Module):
         * ``stream``: residual stream; its handle is returned instead of hidden states.
         * ``source``: result of ``encode``, for a model with an encoder.
         * ``segments`` [B, t]: each token's segment in its document; None means the first for all.
+        * ``pixels`` [B, t, C·P·P]: each token's patch, for a model of images in patches; token ids are then not read.
         * ``mtp_tokens`` [B, t] each: the following tokens, one token further per MTP block. The result is then a list
           of ``HeadInput`` instead of hidden states.
         """
         source = self._resolve_source(cache, source)
-        hidden_BtM, stats = self._run_stack(
-            self.model,
-            tokens_Bt,
-            positions_Bt,
-            cu_seqlens,
+        given = StackInput(
+            tokens_Bt=tokens_Bt,
+            positions_Bt=positions_Bt,
+            cu_seqlens=cu_seqlens,
             document_ids=document_ids,
             row_tokens=row_tokens,
             placement=placement,
-            training_pass=training_pass or EVALUATION,
+            segments=segments,
+            pixels=pixels,
+        )
+        hidden_BtM, stats = self._run_stack(
+            self.model,
+            given,
+            training_pass or EVALUATION,
             return_stats=return_stats,
             cache=cache,
             chunk=chunk,
             stream=stream,
             source=source,
-            segments=segments,
             mtp_tokens=mtp_tokens,
         )
         return (hidden_BtM, stats) if return_stats else hidden_BtM
@@ -173,14 +181,13 @@ class Decoder(nn.Module):
         """
         if self.encoder is None:
             raise ConfigError("the model has no encoder (model.encoder_layers=0), and a source was given.")
-        hidden_BsM, _ = self._run_stack(
-            self.encoder,
-            source.tokens,
-            source.positions,
-            source.documents,
-            training_pass=(training_pass or EVALUATION).of_source(),
+        given = StackInput(
+            tokens_Bt=source.tokens,
+            positions_Bt=source.positions,
+            cu_seqlens=source.documents,
             **stream_arguments(source),
         )
+        hidden_BsM, _ = self._run_stack(self.encoder, given, (training_pass or EVALUATION).of_source())
         return EncodedSource(hidden_BsM, source.documents, source.placement, keys={} if keeps_keys else None)
 
     def new_cache(self) -> KVCache:
@@ -225,20 +232,24 @@ class Decoder(nn.Module):
     def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
         """Return (module, parameter) for each parameter that a module other than its owner reads, for ZeRO-3."""
         external: list[tuple[nn.Module, nn.Parameter]] = []
-        if self.config.tie_embeddings:
+        if self.config.tie_embeddings and self.lm_head is not None:
             table: Any = self.model.embed_tokens.weight
             external.append((self.lm_head, table))
-        # By chunks the head applies the last norm, and calls its own modules once per chunk.
-        if self.execution.chunk_tokens:
-            norms = [norm for norm in (self.model.norm,) if norm is not None]
-            norms.extend(block.norm for block in self.model.mtp)
+        if not self.execution.chunk_tokens:
+            return external
+        # By chunks a head applies the last norm, and the token head calls its own modules once per chunk.
+        norms = [norm for norm in (self.model.norm,) if norm is not None]
+        if self.class_head is not None:
+            external.extend((self.class_head, p) for norm in norms for p in norm.parameters())
+        norms.extend(block.norm for block in self.model.mtp)
+        if self.lm_head is not None:
             parts = norms.copy()
             if self.lm_head.transform is not None:
                 parts.append(self.lm_head.transform)
             external.extend((self.lm_head, p) for part in parts for p in part.parameters())
-            # The join before an MTP block applies the preceding norm.
-            for norm, block in zip(norms, self.model.mtp, strict=False):
-                external.extend((block.join, p) for p in norm.parameters())
+        # The join before an MTP block applies the preceding norm.
+        for norm, block in zip(norms, self.model.mtp, strict=False):
+            external.extend((block.join, p) for p in norm.parameters())
         return external
 
     # One pass through a stack, in a fixed order. Plans come first: ranks compare them before any layer computes, so a
@@ -248,25 +259,19 @@ class Decoder(nn.Module):
     def _run_stack(
         self,
         stack: Stack,
-        tokens_Bt: Tensor,
-        positions_Bt: Tensor,
-        cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None,
-        *,
-        document_ids: Tensor | None,
-        row_tokens: int,
-        placement: Any,
+        given: StackInput,
         training_pass: TrainingPass,
+        *,
         return_stats: bool = False,
         cache: PassCache | None = None,
         chunk: TokenChunk | None = None,
         stream: ResidualStream | None = None,
         source: EncodedSource | None = None,
-        segments: Tensor | None = None,
         mtp_tokens: Sequence[Tensor] = (),
     ) -> tuple[Any, list[RouterStats]]:
         """Run tokens through one stack; return hidden states or their stand-in, and router statistics if requested."""
-        config = stack.config
-        new_tokens, given = chunk, stream
+        config, tokens_Bt, placement, document_ids = stack.config, given.tokens_Bt, given.placement, given.document_ids
+        new_tokens, stream_of_caller = chunk, stream
         if cache is not None and chunk is None:
             new_tokens = cache.chunk(tokens_Bt.shape[1])
         if new_tokens is not None:
@@ -276,18 +281,25 @@ class Decoder(nn.Module):
         head_groups = 1 if stream is None else stream.head_groups
         cores = self._pass_cores(config, new_tokens)
         # Collective if ranks must agree on their plans.
-        dtype = self.model.embed_tokens.weight.dtype
+        dtype = self.model.dtype
         documents, plans = plan_layers(
-            config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=head_groups
+            config,
+            cores,
+            given.cu_seqlens,
+            tokens_Bt,
+            dtype,
+            placement=placement,
+            chunk=new_tokens,
+            head_groups=head_groups,
         )
         cross = self._build_cross_call(documents, source, tokens_Bt, placement, head_groups, cache, new_tokens)
-        positions_Bt, longest = resolve_positions(config, documents, positions_Bt, document_ids, cache, chunk)
+        positions_Bt, longest = resolve_positions(config, documents, given.positions_Bt, document_ids, cache, chunk)
         if training_pass.replay is not None:
             training_pass.replay.check(config, positions_Bt.numel())
         # Both break a compiled graph, so they are built only if they are read.
         if document_ids is None and (return_stats or training_pass.is_random(config)):
             document_ids = document_ids_of(documents, tokens_Bt)
-        random = training_pass.build_random(config, documents, positions_Bt, document_ids, row_tokens=row_tokens)
+        random = training_pass.build_random(config, documents, positions_Bt, document_ids, row_tokens=given.row_tokens)
         # Router statistics cost a pass over the scores, so they are computed on request only.
         stats_documents_Bt = document_ids if return_stats else None
         scores, tables = stack.scores(tokens_Bt.device), stack.tables(positions_Bt, longest, dtype)
@@ -317,15 +329,16 @@ class Decoder(nn.Module):
             calls,
             dropout=random.dropout,
             stream=stream,
-            segments_Bt=segments,
+            segments_Bt=given.segments,
+            pixels_BtN=given.pixels,
             embed_tokens=None if stack is self.model else self.model.embed_tokens,
         )
         # A stream from the caller stays open: its head applies the last norm chunk by chunk.
-        if stream is not None and given is None:
+        if stream is not None and stream_of_caller is None:
             hidden_BtM = stack.last_norm(stream.leave(hidden_BtM))
         if cache is not None and new_tokens is not None:
             cache.extend(new_tokens)
-        head_inputs = stack.build_head_inputs(hidden_BtM, given, mtp_tokens, calls)
+        head_inputs = stack.build_head_inputs(hidden_BtM, stream_of_caller, mtp_tokens, calls)
         return head_inputs, [RouterStats.from_tensors(of_layer) for of_layer in calls.stats if return_stats]
 
     def _resolve_source(self, cache: PassCache | None, given: EncodedSource | None) -> EncodedSource | None:
@@ -434,7 +447,7 @@ class Decoder(nn.Module):
         # Evaluation has other lengths and generation few tokens: compiling would not pay off.
         if cache is not None or not torch.is_grad_enabled():
             return call_function
-        return self.lm_head.run
+        return self.run_region
 
     def _before_head(self, norm: nn.Module | None = None) -> nn.Module | None:
         """Return the modules before the output matrix: the last ``norm``, by default the model's, and the transform."""
@@ -446,5 +459,5 @@ class Decoder(nn.Module):
 
 def stream_arguments(stream: Stream) -> dict[str, Any]:
     """Return the ``Decoder.forward`` arguments that describe a stream, except ids, positions and documents."""
-    names = ("document_ids", "row_tokens", "placement", "segments")
+    names = ("document_ids", "row_tokens", "placement", "segments", "pixels")
     return {name: getattr(stream, name) for name in names}

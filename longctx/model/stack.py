@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from longctx.architecture.layer_specs import layer_specs
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.rope import Rope
+from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.kernel_interface import RelativeBias, ScoreRules
@@ -28,7 +29,23 @@ from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.linear import Embedding, Linear, Weight
 from longctx.model.layers.norms import build_norm
 from longctx.model.mtp import HeadInput, MtpBlock
+from longctx.model.patches import PatchEmbedding
 from longctx.model.rotary import RotaryTable, sinusoid_table, sinusoidal_embedding
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StackInput:
+    """Tokens for one forward pass through a stack; all but ``cu_seqlens`` as in ``Stream``."""
+
+    tokens_Bt: Tensor
+    positions_Bt: Tensor
+    cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None
+    """Global document boundaries; None makes every row one document."""
+    document_ids: Tensor | None = None
+    row_tokens: int = 0
+    placement: Any = None
+    segments: Tensor | None = None
+    pixels: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +70,9 @@ class Stack(nn.Module):
         super().__init__()
         self.config = config
         E = config.embedding_dim
-        if owns_table:
+        if config.image.patch:
+            self.embed_patches = PatchEmbedding(config)
+        elif owns_table:
             self.embed_tokens = TokenTable(config.vocab_size, E)
         if config.position == "learned":
             self.embed_positions = Embedding(config.max_positions + config.position_offset, E)
@@ -88,19 +107,24 @@ class Stack(nn.Module):
         dropout: Dropout | None,
         stream: ResidualStream | None,
         segments_Bt: Tensor | None = None,
+        pixels_BtN: Tensor | None = None,
         embed_tokens: nn.Module | None = None,
     ) -> Tensor:
         """Compute hidden states [B, t, M].
 
         With ``stream`` return its handle instead, before the final norm. Without ``segments_Bt`` all tokens belong to
-        the first segment. ``embed_tokens`` is the table's module if the stack owns no table.
+        the first segment. ``pixels_BtN`` replace token ids in a model of patches. ``embed_tokens`` is the table's
+        module if the stack owns no table.
         """
         # Use the module, not its weight: ZeRO-3 gathers a weight for its owner's forward.
-        table: Any = embed_tokens or self.embed_tokens
+        table: Any = embed_tokens
+        if table is None and not self.config.image.patch:
+            table = self.embed_tokens
         if stream is not None and dropout is None and enters_by_rows(self.config):
             x_BtM = table(tokens_Bt, stream, self._factor(table.weight.dtype, tokens_Bt.device))
         else:
-            x_BtM = self._embed(table(tokens_Bt), positions_Bt, segments_Bt, dropout)
+            x_BtM = self.embed_patches(pixels_BtN, positions_Bt) if table is None else self._scaled(table(tokens_Bt))
+            x_BtM = self._embed(x_BtM, positions_Bt, segments_Bt, dropout)
             if stream is not None:
                 x_BtM = stream.enter(x_BtM)
         for layer in range(self.config.num_layers):
@@ -108,6 +132,11 @@ class Stack(nn.Module):
         if stream is None:
             x_BtM = self.last_norm(x_BtM)
         return x_BtM
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return next(self.parameters()).dtype
 
     def run_layer(self, layer: int, x_BtM: Tensor, calls: PassCalls) -> Tensor:
         """Run one layer, or an MTP block after the last; return its output."""
@@ -159,8 +188,8 @@ class Stack(nn.Module):
     def _embed(
         self, x_BtM: Tensor, positions_Bt: Tensor, segments_Bt: Tensor | None, dropout: Dropout | None
     ) -> Tensor:
-        """Compute the initial residual stream from token table rows."""
-        config, x_BtM = self.config, self._scaled(x_BtM)
+        """Compute the initial residual stream from token table rows or patches."""
+        config = self.config
         if config.position == "learned":
             x_BtM = x_BtM + self.embed_positions(positions_Bt + config.position_offset)
         if config.position in ("sinusoidal", "sinusoidal_halves"):
@@ -227,6 +256,6 @@ def enters_by_rows(config: ModelConfig) -> bool:
 
     The caller excludes dropout, which would change the rows.
     """
-    changes = config.segments or config.embedding_norm or config.embedding_size
+    changes = config.segments or config.embedding_norm or config.embedding_size or config.image.patch
     is_added = config.position in ("learned", "sinusoidal", "sinusoidal_halves")
     return not changes and not is_added and is_summed_by_rows(config.vocab_size * config.hidden_size)

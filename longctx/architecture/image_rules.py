@@ -1,0 +1,96 @@
+"""Rules for models of images, and for class heads."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from longctx.architecture.fields import ModelFields
+from longctx.errors import ConfigError
+from longctx.untrusted.strict_json import shown
+
+_OF_TOKEN_IDS = (
+    "embedding_size",
+    "encoder_layers",
+    "mtp_layers",
+    "segments",
+    "position_offset",
+    "head_transform",
+    "head_bias",
+    "pair_head",
+    "embedding_scale",
+    "logit_scale",
+    "logit_softcap",
+)
+"""Fields that need token ids or a token head, which a model of patches lacks."""
+
+
+def check_image(config: ModelFields) -> None:
+    """Raise ConfigError if tokens, positions and heads do not suit the model's images."""
+    image = config.image
+    if config.vocab_size < 1 and not image.patch:
+        raise ConfigError(
+            f"model.vocab_size={config.vocab_size} must be at least 1; only a model of patches (model.image.patch) has "
+            "no token ids."
+        )
+    if image.patch:
+        _check_patches(config)
+    if image.is_used and config.position == "learned" and config.max_positions != image.num_tokens:
+        raise ConfigError(
+            f"model.max_positions={config.max_positions} must be the number of tokens in an image of {image.height} × "
+            f"{image.width} pixels.\nTry --model.max_positions {image.num_tokens}."
+        )
+    _check_classes(config)
+
+
+def _check_patches(config: ModelFields) -> None:
+    """Raise ConfigError for token ids, or a mask, in a model of patches."""
+    if config.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.vocab_size}: with model.image.patch={config.image.patch} tokens are patches, "
+            "without ids.\nTry --model.vocab_size 0."
+        )
+    if config.causal:
+        raise ConfigError(
+            f"model.causal=true, but patches (model.image.patch={config.image.patch}) have no order to be predicted "
+            "in.\nTry --model.causal false."
+        )
+    defaults = {field.name: field.default for field in fields(ModelFields)}
+    for name in (*_OF_TOKEN_IDS, "token_head", "tie_embeddings"):
+        value = getattr(config, name)
+        if value != defaults[name]:
+            raise ConfigError(
+                f"model.{name}={shown(value)} has no effect on a model of patches, which has no token ids. Leave it "
+                "out."
+            )
+
+
+def _check_classes(config: ModelFields) -> None:
+    """Raise ConfigError if the class head has no classes, or reads a token that does not see the image."""
+    if not config.classes:
+        for name, default in (("class_pool", "first"), ("class_bias", True)):
+            value = getattr(config, name)
+            if value != default:
+                raise ConfigError(
+                    f"model.{name}={shown(value)} configures the class head, but model.classes=0. Leave it out, or set "
+                    "model.classes."
+                )
+        if not config.token_head:
+            raise ConfigError("model.token_head=false leaves a class head, but model.classes=0. Set model.classes.")
+        return
+    if not config.image.is_used:
+        raise ConfigError(
+            f"model.classes={config.classes} needs labelled images (model.image), but the model reads texts. Set "
+            "model.classes=0, or model.image.height and width."
+        )
+    if config.class_pool != "first":
+        return
+    if config.causal:
+        raise ConfigError(
+            "model.class_pool='first' reads the first token, which sees only itself with model.causal=true.\n"
+            "Try --model.class_pool mean."
+        )
+    if config.image.patch and not config.image.class_token:
+        raise ConfigError(
+            "model.class_pool='first' reads the class token, but model.image.class_token=false.\n"
+            "Try --model.image.class_token true, or --model.class_pool mean."
+        )

@@ -1,0 +1,96 @@
+"""Losses of heads that classify documents: a pair head, or a class head.
+
+Axes: B rows, t tokens of this rank, S documents, F labelled documents with their first token on this rank, M model
+width, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longctx.batch import IGNORED_TARGET, Batch, Stream
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.model.chunks.residual_stream import ResidualStream
+from longctx.model.decoder import Decoder
+from longctx.model.document_head import DocumentHead, document_pool
+from longctx.model.token_pool import TokenPool
+
+ReduceSums = Callable[[Tensor, Batch], Tensor]
+"""Sums [S, M] over the ranks that share the batch, with gradient."""
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledDocuments:
+    """Labelled documents with their first token on this rank. All other ranks compute none of their losses."""
+
+    indices_F: Tensor
+    """Their first tokens as indices into [B·t], int64."""
+    labels_F: Tensor
+
+    @classmethod
+    def of(cls, stream: Stream) -> LabelledDocuments:
+        """Return a stream's labelled documents; without known indices they are searched, which a GPU waits for."""
+        labels, indices_F = stream.labels, stream.label_indices
+        if labels is None:
+            labels = torch.full_like(stream.tokens, IGNORED_TARGET)
+        if indices_F is None:
+            indices_F = (labels.flatten() != IGNORED_TARGET).nonzero().flatten()
+        return cls(indices_F, labels.flatten()[indices_F])
+
+
+def label_logits(
+    network: Decoder,
+    head: DocumentHead,
+    hidden_BtM: Tensor,
+    batch: Batch,
+    documents: LabelledDocuments,
+    reduce_sums: ReduceSums | None,
+    *,
+    stream: ResidualStream | None = None,
+) -> Tensor:
+    """Compute logits [F, C] at least in float32, from first tokens, or with ``reduce_sums`` from document means.
+
+    Every rank runs the head, also without documents: ZeRO-3 gathers its weights on all ranks.
+    """
+    if reduce_sums is None:
+        pool, of_documents = _first_tokens(batch, documents), None
+    else:
+        pool = _document_means(batch)
+        document_F = batch.document_ids.flatten()[documents.indices_F]
+
+        def of_documents(sums_SM: Tensor) -> Tensor:
+            return reduce_sums(sums_SM, batch)[document_F]
+
+    logits_FC = head(hidden_BtM, document_pool(pool, of_documents, stream=stream, norm=network.model.norm))
+    return logits_FC.to(accumulate_dtype(logits_FC.dtype))
+
+
+def label_sums(logits_FC: Tensor, documents: LabelledDocuments, *, label_smoothing: float = 0.0) -> dict[str, Tensor]:
+    """Return the smoothed cross-entropy, the plain one without gradient, and the number of correct predictions."""
+    labels_F = documents.labels_F
+    loss = functional.cross_entropy(logits_FC, labels_F, reduction="sum", label_smoothing=label_smoothing)
+    nll = loss.detach()
+    if label_smoothing:
+        nll = functional.cross_entropy(logits_FC.detach(), labels_F, reduction="sum")
+    return {"objective": loss, "nll": nll, "right": (logits_FC.argmax(1) == labels_F).sum().float()}
+
+
+def _first_tokens(batch: Batch, documents: LabelledDocuments) -> TokenPool:
+    """Return the pool of the labelled documents' first tokens."""
+    num_sums = len(documents.indices_F)
+    numbers_Bt = torch.full_like(batch.tokens, num_sums)
+    numbers_Bt.view(-1)[documents.indices_F] = torch.arange(num_sums, device=numbers_Bt.device)
+    return TokenPool(numbers_Bt, num_sums)
+
+
+def _document_means(batch: Batch) -> TokenPool:
+    """Return the pool of all documents' means: a rank's sums are only parts, so a rank sums them without labels too."""
+    num_sums = batch.documents.num_documents
+    numbers_Bt = batch.document_ids.where(batch.document_ids >= 0, num_sums)
+    lengths_S = torch.tensor(batch.documents.lengths, dtype=torch.float64).clamp_(min=1)
+    return TokenPool(numbers_Bt, num_sums, lengths_S.reciprocal_().to(numbers_Bt.device, non_blocking=True))
