@@ -20,6 +20,7 @@ from data_pipeline.shards.reader import SourceSide
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch, DocumentEnd, TokenSpan
 
+
 @dataclass(frozen=True)
 class Share:
     """Tokens in a micro-batch that one rank holds, with the rows concatenated."""

@@ -12,11 +12,13 @@ import tomli_w
 
 from data_pipeline.mixture.file import is_mixture
 from data_pipeline.rows.fim import FimRule
+from data_pipeline.rows.images import ImageRule
 from data_pipeline.rows.micro_batches import MicroBatches
-from data_pipeline.rows.pack import ExampleRule, Kind, Packing
+from data_pipeline.rows.pack import ExampleRule, Packing
 from data_pipeline.rows.span_corruption import SpanRule
 from data_pipeline.rows.text_segments import SegmentRule
 from data_pipeline.rows.token_masking import MaskRule
+from launcher.config.data_section import DataSection
 from longctx.config import ModelConfig
 
 LEAST_CHUNK = 1024
@@ -102,60 +104,6 @@ def _model_of(section: ModelSection) -> ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSection:
-    """Training and validation data."""
-
-    train: str = "runs/data"
-    """Shard folder to train on, as written by `data build`, or its URL (s3://BUCKET/FOLDER, gs://BUCKET/FOLDER); or the
-    .toml file for a mixture of several."""
-    validation: str = ""
-    """Shard folder or mixture for validation; empty: the "validation" folders inside those in data.train."""
-    cache: str = ""
-    """Folder on each host for copies of shards that are packed or in a store; empty: $LONGCTX_CACHE/data, otherwise
-    ~/.cache/longctx/data. Its disk must have room for all of them."""
-    seq_len: int = 2048
-    """Tokens per row; longer documents are cut into rows of this length. For pairs it is the length of the targets'
-    row, and no pair is cut."""
-    source_seq_len: int = 0
-    """Maximum source tokens next to a row of pairs, for a model with model.encoder_layers; 0 for texts. A pair that is
-    too long on either side is left out and counted."""
-    packing: Kind = "best_fit"
-    """How documents become rows: best_fit cuts no document that fits in one row; concatenate joins them end to end and
-    cuts at each row's end; one_document gives each row one piece and padding. Validation packs by best_fit."""
-    min_rest_tokens: int = 1
-    """Minimum tokens in the last piece of a document longer than a row; a shorter piece is left out. 1 keeps all."""
-    fim_rate: float = 0.0
-    """Share of documents with the middle to be filled in: prefix, suffix, then the middle. 0 disables. Needs a
-    tokenizer with ids for the three, as made by `tokenizer train --fim`. Not applied in validation."""
-    fim_spm_rate: float = 0.5
-    """Share of these with the suffix first."""
-    fim_segment_tokens: int = 0
-    """A document longer than this is filled in by segments of this many tokens, which must divide the tokens per row;
-    0: data.seq_len, or with a mixture's stages the largest number that divides all their rows."""
-    span_length: float = 3.0
-    """With train.objective=spans, mean tokens per removed span. A row has one sentinel for each span in its pieces, as
-    made by `tokenizer train --sentinels`."""
-    mask_rate: float = 0.15
-    """With train.objective=spans, share of tokens that are removed; with masked, share of tokens to predict: 80 % of
-    them are read as the tokenizer's mask, 10 % as another token, 10 % unchanged. Needs a tokenizer with a mask, as made
-    by `tokenizer train --mask`."""
-    mask_whole_words: bool = False
-    """Mask words instead of tokens."""
-    mask_static: bool = False
-    """Mask the same tokens in every epoch."""
-    balance: bool = True
-    """Assign a step's rows to data ranks by their work, including attention within documents, instead of in order: no
-    rank waits for one with longer documents. The step's loss and gradient do not change."""
-    prefetch_steps: int = 1
-    """Steps to read ahead while others are computed; 0: each step waits for its own reading."""
-    workers: int = 1
-    """Threads that read a step's micro-batches. More of them help if storage responds slowly."""
-    verify: Literal["read", "start", "off"] = "read"
-    """When shards are verified against their checksums: read verifies data as it is read; start also reads everything
-    before the first step, each shard once unless its size, times or inode change, divided among ranks; off never."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainSection:
     """Optimization."""
 
@@ -205,10 +153,10 @@ class TrainSection:
     spike_sigmas: float = 0.0
     """A step with a loss or gradient norm more than this many standard deviations above the mean of the last 128 is a
     spike (6 is usual); 0: no step is."""
-    objective: Literal["causal", "masked", "spans"] = "causal"
+    objective: Literal["causal", "masked", "spans", "classes"] = "causal"
     """Prediction target: the next token (causal), in pairs that of the target; spans that data.mask_rate removes from a
-    text, given the rest (spans, T5, with an encoder); or tokens that it hides in their text (masked, BERT), which needs
-    model.causal=false."""
+    text, given the rest (spans, T5, with an encoder); tokens that it hides in their text (masked, BERT), which needs
+    model.causal=false; or an image's class (classes), which needs model.classes."""
     z_loss: float = 0.0
     """Weight for the squared log-sum-exp of each target's logits, which keeps the softmax normalized (PaLM: 1e-4)."""
     label_smoothing: float = 0.0
@@ -216,6 +164,9 @@ class TrainSection:
     mtp_weight: float = 0.0
     """Loss weight for multi-token prediction blocks (model.mtp_layers); the loss is a mean over their own targets
     (DeepSeek-V3: 0.3, at the end 0.1)."""
+    class_weight: float = 0.0
+    """Loss weight for the class head of a model that also predicts tokens; the loss is a mean over images (Image GPT's
+    fine-tuning: 1)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Let torch.compile fuse each block's parts around attention, and on GPUs the loss; auto is on for GPUs if a
     compiler is found, and off for CPUs, which gain no speed. The first step then compiles."""
@@ -450,12 +401,28 @@ class RunConfig:
 
     @property
     def examples(self) -> ExampleRule | None:
-        """Rule that builds examples from texts; None if texts are read unchanged."""
+        """Rule that builds examples from documents; None if texts are read unchanged."""
+        if self.model.image.is_used:
+            return self._images
         if self.train.objective == "spans":
             return SpanRule(self.data.mask_rate, self.data.span_length)
         if self.model.pair_head != "none":
             return SegmentRule(self.model.pair_head)
         return None
+
+    @property
+    def _images(self) -> ImageRule:
+        image, objective = self.model.image, self.train.objective
+        return ImageRule(
+            height=image.height,
+            width=image.width,
+            channels=image.channels,
+            patch=image.patch,
+            class_token=image.class_token,
+            begin=not image.patch and objective == "causal",
+            flip=self.data.flip,
+            has_labels=self.model.classes > 0,
+        )
 
     @property
     def mask(self) -> MaskRule | None:

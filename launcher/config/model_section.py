@@ -15,10 +15,16 @@ from longctx.files import MANIFEST, list_checkpoints
 SHAPE_OF_ROPE = ("partial", "interleaved")
 """Keys in ``rope`` that weights have learned: the channels that are rotated, and their pairing."""
 
+RESOLUTION = ("height", "width")
+"""Keys in ``image`` that may change: learned positions are interpolated (``longctx/model/position_grid.py``)."""
+
 _KEPT_BY_ANOTHER_KIND = ("theta", "original_max_positions", *SHAPE_OF_ROPE)
 """Keys in ``rope`` that every kind reads; the others configure one kind's scaling."""
 
-MAY_CHANGE = "A run that starts from it may change model.max_positions, model.window and the scaling in model.rope."
+MAY_CHANGE = (
+    "A run that starts from it may change model.max_positions, model.window, the scaling in model.rope, and the height "
+    "and width of images in patches."
+)
 
 
 def is_hf_model_folder(folder: Path) -> bool:
@@ -36,9 +42,11 @@ def lay_over(model: dict[str, Any], base: ModelConfig | None) -> dict[str, Any]:
         under = PRESETS[preset]
     values = dataclasses.asdict(under) | model | {"preset": preset}
     # A table within the section is merged too: setting one rope key leaves the others.
-    rope = model.get("rope")
+    rope, image = model.get("rope"), model.get("image")
     if isinstance(rope, dict):
         values["rope"] = _rope_under(under, rope) | rope
+    if isinstance(image, dict):
+        values["image"] = dataclasses.asdict(under.image) | image
     return values
 
 
@@ -149,10 +157,11 @@ def _resumed_model(output_dir: Path, resume: str) -> ModelConfig | None:
 def model_changes(saved: ModelConfig, current: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """Return every field in which the run's model differs from the checkpoint's: name -> (theirs, ours)."""
     changes = _changed_fields(saved, current)
-    if "rope" in changes:
-        del changes["rope"]
-        rope = _changed_fields(saved.rope, current.rope)
-        changes.update({f"rope.{name}": values for name, values in rope.items()})
+    for table in ("rope", "image"):
+        if table in changes:
+            del changes[table]
+            within = _changed_fields(getattr(saved, table), getattr(current, table))
+            changes.update({f"{table}.{name}": values for name, values in within.items()})
     return changes
 
 
@@ -170,8 +179,13 @@ def fixed_differences(saved: ModelConfig, current: ModelConfig) -> dict[str, tup
         kinds = saved.rope.kind, current.rope.kind
         if current.rope.partial != 1 and (kinds[0] == "proportional") != (kinds[1] == "proportional"):
             fixed["rope.kind"] = kinds
-    # A table of learned positions is a weight with one row per position.
-    if current.position == "learned" and saved.max_positions != current.max_positions:
+    if "image" in fixed:
+        del fixed["image"]
+        for name, values in _changed_fields(saved.image, current.image).items():
+            if name not in RESOLUTION:
+                fixed[f"image.{name}"] = values
+    # A table of learned positions is a weight with one row per position; for patches it is interpolated.
+    if current.position == "learned" and not current.image.patch and saved.max_positions != current.max_positions:
         fixed["max_positions"] = saved.max_positions, current.max_positions
     return fixed
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from launcher.config.config_sections import DataSection, RunConfig
+from launcher.config.config_sections import RunConfig
+from launcher.config.data_section import DataSection
+from launcher.config.image_objective import check_images
 from longctx.errors import ConfigError
 
 _READ_BY = {
@@ -17,6 +19,7 @@ def check_objective(config: RunConfig) -> None:
     _check_pairs(config)
     _check_pair_head(config)
     _check_mtp(config)
+    check_images(config)
     objective, causal = config.train.objective, config.model.causal
     if objective == "causal" and not causal:
         raise ConfigError(

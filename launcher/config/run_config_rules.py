@@ -48,7 +48,9 @@ def check_run(config: RunConfig, world_size: int) -> None:
     check_kept(config)
     _check_step(config, world_size)
     tokens = padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows)
-    if config.model.position == "learned" and config.data.seq_len > config.model.max_positions:
+    # A row may hold several images, and an image's rule has its own check.
+    is_text = not config.model.image.is_used
+    if is_text and config.model.position == "learned" and config.data.seq_len > config.model.max_positions:
         raise ConfigError(
             f"data.seq_len={config.data.seq_len} exceeds the table of learned positions, "
             f"model.max_positions={config.model.max_positions}.\nTry --data.seq_len {config.model.max_positions}."
@@ -185,6 +187,7 @@ def _check_ranges(config: RunConfig) -> None:
         "train.eps": (config.train.eps, 0),
         "train.z_loss": (config.train.z_loss, 0),
         "train.mtp_weight": (config.train.mtp_weight, 0),
+        "train.class_weight": (config.train.class_weight, 0),
         "train.skip_steps": (config.train.skip_steps, 0),
         "train.spike_sigmas": (config.train.spike_sigmas, 0),
         "checkpoint.every_steps": (config.checkpoint.every_steps, 0),

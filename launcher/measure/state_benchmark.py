@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 import psutil
 import torch
 
-from launcher.config.config_sections import DataSection, ModelSection
+from launcher.config.config_sections import ModelSection
+from launcher.config.data_section import DataSection
 from launcher.config.resolved import ResolvedConfig, ResolvedTrain, ResolvedZero
 from launcher.measure.profile_entry import DTYPES, ProfileEntry
 from launcher.measure.rank_timer import RankTimer

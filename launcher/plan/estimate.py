@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from launcher.config.config_sections import DataSection, RunConfig
+from launcher.config.config_sections import RunConfig
+from launcher.config.data_section import DataSection
 from launcher.config.resolve import Data, TargetMachine, resolve, resolve_without_data
 from launcher.config.resolved import ResolvedConfig, ResolvedParallel, ResolvedTrain
 from launcher.config.run_config_rules import check_run

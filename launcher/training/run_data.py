@@ -21,7 +21,7 @@ from launcher.checkpoint.tokenizer_checks import (
     check_validation_tokenizer,
     tokenizer_files_from_data,
 )
-from launcher.config.config_sections import DataSection
+from launcher.config.data_section import DataSection
 from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.throughput import training_flops
 from launcher.training.data_check import check_data, fetch_data

@@ -66,6 +66,7 @@ def objective_of(config: ResolvedConfig) -> Objective:
         z_loss=train.z_loss,
         label_smoothing=train.label_smoothing,
         mtp_weight=train.mtp_weight,
+        class_weight=train.class_weight,
     )
 
 

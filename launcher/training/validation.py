@@ -15,8 +15,8 @@ from launcher.training.run_state import TrainingRun
 from launcher.training.task_builder import shard_batch
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.compact_batch import CompactBatch
-from longctx.objectives.task import Task
 from longctx.objectives.routed_task import hidden_states
+from longctx.objectives.task import Task
 from longctx.tokenizer import Tokenizer
 from longctx.tokenizer.pair_ids import source_ids, start_of_targets
 from parallel.comm.world import on_every_rank, sum_over_ranks

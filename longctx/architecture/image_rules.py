@@ -55,7 +55,7 @@ def _check_patches(config: ModelFields) -> None:
             "in.\nTry --model.causal false."
         )
     defaults = {field.name: field.default for field in fields(ModelFields)}
-    for name in (*_OF_TOKEN_IDS, "token_head", "tie_embeddings"):
+    for name in (*_OF_TOKEN_IDS, "token_head"):
         value = getattr(config, name)
         if value != defaults[name]:
             raise ConfigError(

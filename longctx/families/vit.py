@@ -1,4 +1,4 @@
-"""Vision Transformer: bidirectional, a class token before the patches, learned positions, LayerNorm before sublayers."""
+"""Vision Transformer: patches after a class token, learned positions, LayerNorm before sublayers, both directions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from longctx.families.config_rules import (
     divided_head_dim,
     first_of,
     integer,
-    only,
     same,
     translated,
     typed,
@@ -118,7 +117,9 @@ def _tensors() -> tuple[TensorRule, ...]:
         "class_head.out": "classifier",
     }
     rules = [
-        _of_either_class(f"{ours}.{part}", f"{name}.{part}") for ours, name in pairs.items() for part in ("weight", "bias")
+        _of_either_class(f"{ours}.{part}", f"{name}.{part}")
+        for ours, name in pairs.items()
+        for part in ("weight", "bias")
     ]
     # Both have further axes of size 1 on disk.
     rules.append(_of_either_class("model.embed_patches.class_token", "vit.embeddings.cls_token", axes=2))

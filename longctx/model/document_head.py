@@ -62,7 +62,11 @@ def build_class_head(config: ModelConfig) -> DocumentHead | None:
 
 
 def document_pool(
-    pool: TokenPool, of_documents: Pool | None = None, *, stream: ResidualStream | None = None, norm: nn.Module | None = None
+    pool: TokenPool,
+    of_documents: Pool | None = None,
+    *,
+    stream: ResidualStream | None = None,
+    norm: nn.Module | None = None,
 ) -> Pool:
     """Return the function for ``DocumentHead.forward``.
 

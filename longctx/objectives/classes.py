@@ -70,6 +70,4 @@ class Classes(RoutedTask):
         self, hidden_BtM: Tensor, batch: Batch, documents: LabelledDocuments, stream: ResidualStream | None = None
     ) -> Tensor:
         network = self.network
-        return label_logits(
-            network, network.class_head, hidden_BtM, batch, documents, self.reduce_sums, stream=stream
-        )
+        return label_logits(network, network.class_head, hidden_BtM, batch, documents, self.reduce_sums, stream=stream)
