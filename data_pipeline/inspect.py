@@ -425,7 +425,7 @@ def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: L
     if manifest.duplicates.get("list"):
         yield from _list_problems(place / DUPLICATES_FILE, manifest.duplicates["list"])
     tokenizer = None
-    problem = f"{folder}: the tokenizer is missing (neither tokenizer.model nor tokenizer.json exists)."
+    problem = f"{folder}: the tokenizer is missing (no tokenizer.model, tokenizer.json or image.json)."
     if has_tokenizer(folder):
         try:
             tokenizer = manifest_tokenizer(folder, manifest)
