@@ -113,5 +113,5 @@ def test_a_damaged_file_is_refused():
 
 
 def test_a_palette_is_needed_for_colours():
-    with pytest.raises(DataError, match="no palette. Build them with --palette"):
+    with pytest.raises(DataError, match=r"no palette\. Build them with --palette"):
         GREY.quantize(np.zeros((2, 2, 1), np.uint8))
