@@ -31,6 +31,7 @@ from data_pipeline.stores.urls import Location, locate
 from longctx.errors import ConfigError, DataError
 from longctx.files import convert_write_errors
 from longctx.tokenizer import Tokenizer
+from longctx.tokenizer.image_tokenizer import ImageTokenizer
 from longctx.tokenizer.load_tokenizer import has_tokenizer
 
 PLANNED_DOCUMENTS = 1 << 20
@@ -425,7 +426,7 @@ def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: L
     if manifest.duplicates.get("list"):
         yield from _list_problems(place / DUPLICATES_FILE, manifest.duplicates["list"])
     tokenizer = None
-    problem = f"{folder}: the tokenizer is missing (neither tokenizer.model nor tokenizer.json exists)."
+    problem = f"{folder}: the tokenizer is missing (no tokenizer.model, tokenizer.json or image.json)."
     if has_tokenizer(folder):
         try:
             tokenizer = manifest_tokenizer(folder, manifest)
@@ -441,7 +442,12 @@ def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: L
                 f"{place / MANIFEST_FILE} has vocab_size={manifest.vocab_size} and padding={manifest.padding}, but "
                 f"its tokenizer has {own[0]} and {own[1]}. Build the folder again."
             )
-    yield from shard_problems(folder, manifest, padding=padding, copy=copy)
+    image_format = None
+    if isinstance(tokenizer, ImageTokenizer):
+        image_format = tokenizer.format
+    elif tokenizer is not None and manifest.is_images:
+        yield f"{place / MANIFEST_FILE} lists images, but the folder has a text tokenizer. Build the folder again."
+    yield from shard_problems(folder, manifest, padding=padding, image_format=image_format, copy=copy)
     # Reported last, because shards are checked without a tokenizer too.
     if tokenizer is None:
         yield problem

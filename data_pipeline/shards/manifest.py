@@ -31,8 +31,10 @@ from longctx.untrusted.untrusted_schema import (
 )
 
 FORMAT = "longctx-shards"
-VERSION, VERSION_WITH_TARGETS = 1, 2
-"""Versions for a folder of texts, and for one that records target tokens or contains pairs."""
+VERSION, VERSION_WITH_TARGETS, VERSION_WITH_IMAGES = 1, 2, 3
+"""Versions for a folder of texts, for one that records target tokens or contains pairs, and for images."""
+IMAGES = "images"
+"""Folder kind with one image per document; its tokens are pixel values or palette colours."""
 MANIFEST_FILE = "manifest.json"
 LIST_OF_BEFORE = "exclusions.json"
 """List of excluded shards, used before ``data build --without``."""
@@ -98,6 +100,13 @@ class Manifest:
     """xxh3_128 checksum of the list of skips; empty without skips."""
     duplicates: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Duplicate counts, and under ``list`` the xxh3_128 checksum of the removed ones' list; empty without a search."""
+    kind: str = ""
+    """``images``; empty for texts."""
+
+    @property
+    def is_images(self) -> bool:
+        """True if every document is an image."""
+        return self.kind == IMAGES
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -129,6 +138,9 @@ class Manifest:
     @property
     def version(self) -> int:
         """Format version."""
+        # Readers of earlier versions would take pixels for text.
+        if self.is_images:
+            return VERSION_WITH_IMAGES
         # Readers of version 1 would train on every token in these folders, so they must refuse them.
         if self.num_targets or self.source_tokens:
             return VERSION_WITH_TARGETS
@@ -149,7 +161,7 @@ class Manifest:
         """Return the JSON object to write, with format, version and its own hash."""
         body = {"format": FORMAT, "version": self.version, **dataclasses.asdict(self)}
         body["shards"] = [entry.to_json() for entry in self.shards]
-        body = _without_empty(body, "inexact_documents", "left_out", "duplicates")
+        body = _without_empty(body, "inexact_documents", "left_out", "duplicates", "kind")
         return {**body, "hash": hash_json(body)}
 
     @cached_property
@@ -182,10 +194,10 @@ class Manifest:
         body = read_json_object(path)
         if body.get("format") != FORMAT:
             raise DataError(f"{path} is not a shard manifest (format={body.get('format')!r}, expected {FORMAT!r}).")
-        if body.get("version") not in (VERSION, VERSION_WITH_TARGETS):
+        if body.get("version") not in (VERSION, VERSION_WITH_TARGETS, VERSION_WITH_IMAGES):
             raise DataError(
-                f"{path} has format version {body.get('version')!r}; this release reads {VERSION} and "
-                f"{VERSION_WITH_TARGETS}.\n"
+                f"{path} has format version {body.get('version')!r}; this release reads {VERSION} to "
+                f"{VERSION_WITH_IMAGES}.\n"
                 "Build the shards again with this release, or use the release that wrote them."
             )
         # The manifest contains the shards' checksums, so its own hash covers every byte in the folder.
@@ -231,7 +243,8 @@ def take_hash(body: dict[str, Any]) -> bool:
 def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
     """Yield inconsistencies between values that are individually valid."""
     if manifest.version != version:
-        yield f"version={version} does not allow {manifest.num_targets} counted tokens"
+        kind = manifest.kind or "texts"
+        yield f"version={version} does not allow {manifest.num_targets} counted tokens in a folder of {kind}"
     seen: set[str] = set()
     for number, entry in enumerate(manifest.shards):
         where = f"shards[{number}]"
@@ -243,7 +256,7 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
             yield f"{entry.file} is listed twice"
         seen.add(entry.file)
         # This bounds all allocations based on these numbers: the entry's size is compared with the file's.
-        if not 1 <= entry.documents <= entry.tokens or _least_bytes(entry) > entry.bytes:
+        if not 1 <= entry.documents <= entry.tokens or _least_bytes(manifest, entry) > entry.bytes:
             yield (
                 f"{entry.file} cannot hold {entry.documents} documents and {entry.tokens} tokens in {entry.bytes} bytes"
             )
@@ -254,14 +267,28 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
         yield f"{sums[0]} has block checksums, but other shards do not"
     if len({bool(entry.source_tokens) for entry in manifest.shards}) > 1:
         yield "only some shards contain pairs"
+    if manifest.is_images:
+        yield from _image_contradictions(manifest)
     if manifest.padding >= manifest.vocab_size:
         yield f"padding={manifest.padding} must be below vocab_size={manifest.vocab_size}"
 
 
-def _least_bytes(entry: ShardEntry) -> int:
+def _image_contradictions(manifest: Manifest) -> Iterator[str]:
+    """Yield inconsistencies in a folder of images, which all have the same length."""
+    lengths = {entry.tokens / max(entry.documents, 1) for entry in manifest.shards}
+    if len(lengths) > 1 or any(entry.tokens % max(entry.documents, 1) for entry in manifest.shards):
+        yield "its images differ in their number of tokens"
+    if manifest.num_targets or manifest.source_tokens:
+        yield "a folder of images has neither counted nor source tokens"
+    if manifest.vocab_size > 1 << 16:
+        yield f"vocab_size={manifest.vocab_size} is above the most for images, {1 << 16}"
+
+
+def _least_bytes(manifest: Manifest, entry: ShardEntry) -> int:
     """Return the minimum bytes for a file's offsets and ids."""
     num_columns = 2 if entry.source_tokens else 1
-    return 8 * num_columns * entry.documents + 2 * (entry.tokens + entry.source_tokens)
+    id_bytes = 1 if manifest.is_images else 2
+    return 8 * num_columns * entry.documents + id_bytes * (entry.tokens + entry.source_tokens)
 
 
 SHARD_NAME = text(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow", "name of a shard in this folder, such as 00000.arrow")
@@ -300,6 +327,7 @@ _CHECK = record(
         "inexact_documents": integer_between(),
         "left_out": text(r"([0-9a-f]{32})?", "checksum of 32 hex digits"),
         "duplicates": record(dict.fromkeys(_DUPLICATE_COUNTS, integer_between()), {"list": HASH}),
+        "kind": choice_of((IMAGES,)),
     },
 )
 

@@ -4,7 +4,8 @@ Each ``NNNNN.arrow`` is an Arrow IPC file with one record batch and one row per 
 uint16 or uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 of the text), ``name`` (string).
 Conversation folders also have ``counted`` (large_list of int64): spans of target tokens as pairs of bounds. Folders
 with pairs have ``source_tokens``, with the type of ``tokens``: each document's encoder input. If paragraphs are kept,
-``paragraphs`` (large_list of int64) has the start of every paragraph but the first.
+``paragraphs`` (large_list of int64) has the start of every paragraph but the first. Folders of images have ``label``
+(int32), a class index or -1, and their ``tokens`` may be uint8.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ SOURCE = "source_tokens"
 """Column with the source side of pairs."""
 TARGET_RUNS, PARAGRAPHS = "counted", "paragraphs"
 """Columns with lists of int64: spans of target tokens, and paragraph starts."""
+LABEL = "label"
+"""Column with the class indices of images."""
 _COLUMN_TITLES = {TARGET_RUNS: "counted tokens", PARAGRAPHS: "paragraphs"}
 _MAGIC, _CONTINUES = b"ARROW1", -1
 
@@ -59,6 +62,11 @@ class MappedShard:
         if SOURCE in batch.schema.names:
             self.source = TokenColumn(batch.column(SOURCE), content, blocks, path)
         self.tokens = self.target.tokens
+        self._labels: np.ndarray | None = None
+        if LABEL in batch.schema.names:
+            labels = batch.column(LABEL)
+            self._labels = labels.to_numpy(zero_copy_only=True)
+            self._labels_at = buffer_offset(labels.buffers()[1], content, path)
         self._lists = {
             name: _Lists(batch.column(name), content, blocks, path)
             for name in (TARGET_RUNS, PARAGRAPHS)
@@ -128,6 +136,21 @@ class MappedShard:
             raise DataError(f"{self.path} is damaged: its paragraphs are not within its documents. {RECOVERY_HINT}")
         return positions
 
+    def label(self, row: int) -> int:
+        """Return an image's class index; -1 in a folder without classes."""
+        return int(self._images_labels(row, row + 1)[0])
+
+    def labels(self) -> np.ndarray:
+        """Return the class indices of all images, int32 [documents], as a view."""
+        return self._images_labels(0, self.num_documents)
+
+    def _images_labels(self, start: int, stop: int) -> np.ndarray:
+        """Return the labels of some rows."""
+        assert self._labels is not None, f"{self.path} contains no images"
+        size = self._labels.itemsize
+        self._blocks.check(self._labels_at + size * start, self._labels_at + size * stop)
+        return self._labels[start:stop]
+
     def _ascends(self, positions: np.ndarray, row: int) -> bool:
         """Return whether a document's token positions are strictly ascending and within its length."""
         length = int(self.target.offsets[row + 1] - self.target.offsets[row])
@@ -140,6 +163,12 @@ class MappedShard:
         if not sources or not len(invalid):
             return None
         return int(invalid[0])
+
+    def check_kind(self, *, images: bool) -> None:
+        """Raise DataError unless the file holds images, or texts, as the manifest says."""
+        if (self._labels is not None) != images:
+            found = "texts" if images else "images"
+            raise DataError(f"{self.path} contains {found}, which {MANIFEST_FILE} does not list. {RECOVERY_HINT}")
 
     def _check_counts(self, entry: ShardEntry) -> None:
         """Raise DataError unless document and token counts match the manifest."""
@@ -228,10 +257,15 @@ def _map(path: Path, size: int) -> pa.Buffer:
 def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
     """Raise DataError or an Arrow error unless the columns are a shard's and their buffers are long enough."""
     tokens, names = batch.column("tokens"), batch.column("name")
-    if tokens.type not in (pa.large_list(pa.uint16()), pa.large_list(pa.uint32())) or names.type != pa.string():
+    id_types = [pa.uint16(), pa.uint32()]
+    if LABEL in batch.schema.names:
+        id_types = [pa.uint8(), pa.uint16()]
+    if tokens.type not in map(pa.large_list, id_types) or names.type != pa.string():
         raise DataError(f"{path} is not a shard: its tokens are {tokens.type}, its names {names.type}. {RECOVERY_HINT}")
     if batch.schema.field("source").type != pa.int16() or any(column.null_count for column in batch.columns):
         raise DataError(f"{path} is not a shard: its sources are not int16, or a value is missing. {RECOVERY_HINT}")
+    if LABEL in batch.schema.names and batch.schema.field(LABEL).type != pa.int32():
+        raise DataError(f"{path} is not a shard: its labels are {batch.column(LABEL).type}. {RECOVERY_HINT}")
     if SOURCE in batch.schema.names and batch.column(SOURCE).type != tokens.type:
         raise DataError(f"{path} is not a shard: its source tokens are {batch.column(SOURCE).type}. {RECOVERY_HINT}")
     for name in (TARGET_RUNS, PARAGRAPHS):

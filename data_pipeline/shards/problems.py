@@ -19,6 +19,7 @@ from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, l
 from data_pipeline.shards.mapped import MappedShard, check_shard_size
 from data_pipeline.shards.shard_writer import token_dtype
 from longctx.errors import DataError
+from longctx.images.image_format import ImageFormat
 
 _TOKENS = 1 << 22
 """Tokens examined together: comparisons allocate memory in addition to the mapped file."""
@@ -31,12 +32,14 @@ def shard_problems(
     manifest: Manifest,
     *,
     padding: int | None,
+    image_format: ImageFormat | None = None,
     copy: LocalCopy | None = None,
 ) -> Iterator[str]:
     """Yield each problem in the shards as a sentence. Reads every byte, one file after the other.
 
-    ``padding`` is an id that documents must not contain; None if they may contain any id. If ``folder`` is a ``copy``,
-    each shard is fetched for the check and removed again, so that only one takes space at a time.
+    ``padding`` is an id that documents must not contain; None if they may contain any id. Images are also compared with
+    ``image_format``; None for texts, or if it is unknown. If ``folder`` is a ``copy``, each shard is fetched for the
+    check and removed again, so that only one takes space at a time.
     """
     if copy is None:
         extra_paths = [folder / name for name in extra_files(folder, manifest)]
@@ -54,7 +57,7 @@ def shard_problems(
         yield from checksum_problems
         # Damaged offsets would give misleading content errors.
         if not checksum_problems:
-            yield from _content_problems(folder, manifest, entry, padding, lengths)
+            yield from _content_problems(folder, manifest, entry, padding, lengths, image_format)
         # Keep only one shard on disk at a time.
         if copy is not None:
             copy.drop(entry)
@@ -99,13 +102,19 @@ def _checksum_problems(folder: Path, entry: ShardEntry, copy: LocalCopy | None) 
 
 
 def _content_problems(
-    folder: Path, manifest: Manifest, entry: ShardEntry, padding: int | None, lengths: list[np.ndarray]
+    folder: Path,
+    manifest: Manifest,
+    entry: ShardEntry,
+    padding: int | None,
+    lengths: list[np.ndarray],
+    image_format: ImageFormat | None,
 ) -> Iterator[str]:
     """Yield problems in a file with a matching checksum; append its documents' lengths to ``lengths``."""
     path = folder / entry.file
     # A checksum proves that the file is as written, not that the written content is valid.
     try:
         shard = MappedShard.open(folder, entry, verify=True)
+        shard.check_kind(images=manifest.is_images)
         found = shard.target.lengths_of(np.arange(entry.documents))
         lengths.append(found)
         if shard.source is not None:
@@ -128,7 +137,7 @@ def _content_problems(
         if column is None:
             continue
         values = column.all_tokens()
-        if values.dtype != token_dtype(manifest.vocab_size):
+        if values.dtype != token_dtype(manifest.vocab_size, images=manifest.is_images):
             yield f"{path} has ids of type {values.dtype}, which does not fit a vocabulary of {manifest.vocab_size}."
         padded = None
         for start in range(0, len(values), _TOKENS):
@@ -143,6 +152,36 @@ def _content_problems(
         yield f"{path} contains id {largest}, outside the vocabulary of {manifest.vocab_size}."
     elif entry.num_ids and entry.num_ids != largest + 1:
         yield f"{path} contains ids up to {largest}, but {MANIFEST_FILE} has num_ids={entry.num_ids}."
+    if manifest.is_images and image_format is not None:
+        yield from _image_problems(shard, image_format, found, largest)
     invalid_source = shard.find_invalid_source(len(manifest.sources))
     if invalid_source is not None:
         yield f"{path} has documents from source {invalid_source}, but {MANIFEST_FILE} lists {len(manifest.sources)}."
+
+
+def _image_problems(
+    shard: MappedShard, image_format: ImageFormat, lengths: np.ndarray, largest_id: int
+) -> Iterator[str]:
+    """Yield contradictions between a file's images, with these lengths and largest id, and their format."""
+    other = np.flatnonzero(lengths != image_format.num_tokens)
+    if len(other):
+        name = shard.name(int(other[0]))
+        yield (
+            f"{shard.path} has {len(other)} images of another size than {image_format.num_tokens} tokens: {name} has "
+            f"{lengths[other[0]]}."
+        )
+    # The palette's last id is the begin token, which the run adds.
+    if largest_id >= image_format.num_ids:
+        yield f"{shard.path} contains id {largest_id}, outside the palette of {image_format.num_ids} colours."
+    # Without classes every label is -1.
+    lowest, highest = 0, len(image_format.classes) - 1
+    if not image_format.classes:
+        lowest = highest = -1
+    labels = shard.labels()
+    invalid = np.flatnonzero((labels < lowest) | (labels > highest))
+    if len(invalid):
+        row = int(invalid[0])
+        yield (
+            f"{shard.path} has label {labels[row]} in {shard.name(row)}, but its {len(image_format.classes)} classes "
+            f"allow {lowest} to {highest}."
+        )

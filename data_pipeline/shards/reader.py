@@ -19,8 +19,10 @@ from data_pipeline.shards.manifest import Manifest, ShardEntry
 from data_pipeline.shards.mapped import MappedShard, check_shard_size, read_error
 from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
+from longctx.images.image_format import ImageFormat
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.embedding_rows import without_row
+from longctx.tokenizer.image_tokenizer import ImageTokenizer
 
 Side = Literal["target", "source"]
 """Side of a pair: the predicted target, or the source that an encoder reads. Documents without a source are targets."""
@@ -145,6 +147,26 @@ class ShardSet:
         shard, row = self._find(index)
         return shard.paragraphs(row)
 
+    @property
+    def is_images(self) -> bool:
+        """True if every document is an image."""
+        return self.manifest.is_images
+
+    def label(self, index: int) -> int:
+        """Return the class index of image ``index``; -1 in a folder without classes."""
+        shard, row = self._find(index)
+        return shard.label(row)
+
+    @property
+    def image_format(self) -> ImageFormat:
+        """Shape, classes and palette of a folder of images; raises DataError for any other folder."""
+        tokenizer = self.tokenizer()
+        if not self.is_images or not isinstance(tokenizer, ImageTokenizer):
+            raise DataError(
+                f"{self.folder} contains no images. Build some with `longctx data build --kind images --source …`."
+            )
+        return tokenizer.format
+
     def name(self, index: int) -> str:
         """Return the name of document ``index`` in its source."""
         shard, row = self._find(index)
@@ -194,12 +216,19 @@ class ShardSet:
         entry = self.manifest.shards[number]
         if self.copy is not None:
             self.copy.fetch(entry)
-        return MappedShard.open(self.folder, entry, verify=self.verifies_reads)
+        shard = MappedShard.open(self.folder, entry, verify=self.verifies_reads)
+        shard.check_kind(images=self.is_images)
+        return shard
 
 
 def shard_tokens(shards: ShardSet, number: int) -> np.ndarray:
     """Return all tokens in one shard, document after document, as a read-only view."""
     return shards._current(number).target.all_tokens()
+
+
+def shard_labels(shards: ShardSet, number: int) -> np.ndarray:
+    """Return the class indices of all images in one shard, int32, as a read-only view."""
+    return shards._current(number).labels()
 
 
 class SourceSide:
@@ -372,6 +401,16 @@ class Corpus:
         """Return ``ShardSet.target_runs`` for a document in any folder."""
         number = self.folder_of(index)
         return self.folders[number].target_runs(index - self.first_document[number])
+
+    @property
+    def is_images(self) -> bool:
+        """True if every document is an image: folders with one tokenizer are of one kind."""
+        return self.folders[0].is_images
+
+    def label(self, index: int) -> int:
+        """Return ``ShardSet.label`` for an image in any folder."""
+        number = self.folder_of(index)
+        return self.folders[number].label(index - self.first_document[number])
 
     def name(self, document: int) -> str:
         """Return a document's name in its source."""

@@ -14,8 +14,8 @@ import pyarrow as pa
 import xxhash
 
 from data_pipeline.shards.block_checksum import checksum_blocks, checksum_file
-from data_pipeline.shards.manifest import Manifest, ShardEntry
-from data_pipeline.shards.mapped import PARAGRAPHS, SOURCE, TARGET_RUNS
+from data_pipeline.shards.manifest import IMAGES, Manifest, ShardEntry
+from data_pipeline.shards.mapped import LABEL, PARAGRAPHS, SOURCE, TARGET_RUNS
 from longctx.errors import DataError
 from longctx.files import write_synced
 from longctx.tokenizer.tokenizer_base import Tokenizer
@@ -28,8 +28,11 @@ _GROWTH_TOKENS = 1 << 22
 """Extra tokens allocated whenever a shard's token memory grows."""
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smaller dtype, uint16 or uint32, that holds every id below ``vocab_size``."""
+def token_dtype(vocab_size: int, *, images: bool = False) -> np.dtype:
+    """Return the smallest dtype that holds every id below ``vocab_size``: uint16 or uint32; for images also uint8."""
+    # Texts never use uint8, which readers of version 1 do not accept.
+    if images and vocab_size <= 1 << 8:
+        return np.dtype(np.uint8)
     if vocab_size <= 1 << 16:
         return np.dtype(np.uint16)
     return np.dtype(np.uint32)
@@ -53,6 +56,8 @@ class EncodedDocument:
     """Starts of its paragraphs but the first, int64, strictly ascending. None in a folder without paragraphs."""
     source_tokens: np.ndarray | None = None
     """Encoder input for a pair; None without pairs."""
+    label: int | None = None
+    """Class index of an image, -1 in a folder without classes; None for a text."""
 
     @property
     def num_targets(self) -> int:
@@ -83,17 +88,20 @@ class ShardWriter:
         masked: bool = False,
         pairs: bool = False,
         paragraphs: bool = False,
+        images: bool = False,
     ) -> None:
         """Initialize the writer with the optional columns that every document must have.
 
-        ``masked``: target tokens; ``pairs``: a source; ``paragraphs``: paragraph starts.
+        ``masked``: target tokens; ``pairs``: a source; ``paragraphs``: paragraph starts; ``images``: a label.
         """
         if shard_tokens < 1:
             raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
         self._folder = folder
         self._vocab_size = vocab_size
         self._shard_tokens = shard_tokens
-        self._open = _OpenShard(token_dtype(vocab_size), masked=masked, pairs=pairs, paragraphs=paragraphs)
+        self._kind = IMAGES if images else ""
+        dtype = token_dtype(vocab_size, images=images)
+        self._open = _OpenShard(dtype, masked=masked, pairs=pairs, paragraphs=paragraphs, images=images)
         self._entries: list[ShardEntry] = []
         # Document counts by bit length of the token count: the only length statistics in the manifest.
         self._by_bits = [0] * 64
@@ -183,6 +191,7 @@ class ShardWriter:
             skipped=dict(skipped),
             inexact_documents=mismatched_documents,
             left_out=left_out,
+            kind=self._kind,
         )
         manifest.save(self._folder)
         return manifest
@@ -260,7 +269,7 @@ class _OpenLists:
 class _OpenShard:
     """A shard's pending documents: their tokens, and a few bytes per document."""
 
-    def __init__(self, dtype: np.dtype, *, masked: bool, pairs: bool, paragraphs: bool) -> None:
+    def __init__(self, dtype: np.dtype, *, masked: bool, pairs: bool, paragraphs: bool, images: bool) -> None:
         self._target = _OpenColumn(dtype)
         self.source: _OpenColumn | None = None
         if pairs:
@@ -268,6 +277,9 @@ class _OpenShard:
         self.num_targets = self.largest_id = 0
         self._lists = {name: _OpenLists() for name, kept in ((TARGET_RUNS, masked), (PARAGRAPHS, paragraphs)) if kept}
         """Columns with number lists, by name."""
+        self._labels: array | None = None
+        if images:
+            self._labels = array("i")
         self._sources = array("h")
         self._hashes = array("Q")
         self._names: list[str] = []
@@ -299,6 +311,9 @@ class _OpenShard:
         if self.source is not None and document.source_tokens is not None:
             self.source.add(document.source_tokens)
             self.largest_id = max(self.largest_id, int(document.source_tokens.max()))
+        assert (document.label is not None) == (self._labels is not None), "a folder cannot mix images and texts"
+        if self._labels is not None and document.label is not None:
+            self._labels.append(document.label)
         self._sources.append(document.source)
         self._hashes.append(document.hash)
         self._names.append(document.name)
@@ -315,6 +330,8 @@ class _OpenShard:
         columns |= {name: lists.column() for name, lists in self._lists.items()}
         if self.source is not None:
             columns[SOURCE] = self.source.column()
+        if self._labels is not None:
+            columns[LABEL] = pa.array(np.frombuffer(self._labels, np.int32))
         return pa.record_batch(columns)
 
     def clear(self) -> None:
@@ -324,6 +341,8 @@ class _OpenShard:
                 column.clear()
         self.num_targets = self.largest_id = 0
         self._lists = {name: _OpenLists() for name in self._lists}
+        if self._labels is not None:
+            self._labels = array("i")
         self._sources, self._hashes, self._names = array("h"), array("Q"), []
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from longctx.errors import DataError
 from longctx.files import CHECKPOINTS, MANIFEST, check_link, list_checkpoints, read_manifest_json
 from longctx.tokenizer.chat_templates import find_template_files, is_template
+from longctx.tokenizer.image_tokenizer import IMAGE_FILE, ImageTokenizer, is_image_format
 from longctx.tokenizer.special import (
     GENERATION_CONFIG,
     JSON_FILE,
@@ -34,22 +35,25 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "tekken.json",
+    IMAGE_FILE,
 )
-"""Tokenizer files in a Hugging Face folder."""
+"""Tokenizer files in a Hugging Face folder, and the format of images."""
 COPIED_FILES = (*TOKENIZER_FILES, GENERATION_CONFIG)
 """Files copied with shards and checkpoints, in addition to named chat templates (``templates``)."""
+_OWN_FILES = (MODEL_FILE, JSON_FILE, IMAGE_FILE)
+"""Files that define a tokenizer without any other one."""
 
 MOST_TOKENIZER_BYTES = 256 * 2**20
 """Maximum size of a tokenizer file that is read; the largest published ones have some 35 MB."""
 
 _FORMS = (
     "It may be a SentencePiece model (F.model), a tokenizer.json, a Hugging Face folder, a checkpoint, a run folder "
-    "or a shard folder."
+    "or a shard folder; for images an image.json."
 )
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer at ``path``: a SentencePiece model, a tokenizer.json, or a folder that holds one.
+    """Load the tokenizer at ``path``: a SentencePiece model, a tokenizer.json, an image.json, or a folder with one.
 
     The folder may be Hugging Face's, a checkpoint, a run (its newest checkpoint) or a shard folder. Begin and end ids
     come from the files next to the tokenizer. Raise ``DataError`` if the tokenizer is missing or damaged.
@@ -65,6 +69,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             path.parent, [name for name in COPIED_FILES if name not in (MODEL_FILE, JSON_FILE)]
         )
     # Decide by content: the file may have any name.
+    if is_image_format(content):
+        return ImageTokenizer(content, path=path)
     if content.lstrip()[:1] == b"{":
         return _load_json(content, path, folder_files)
     return _load_model(content, path, folder_files)
@@ -77,7 +83,7 @@ def is_tokenizer_file(name: str) -> bool:
 
 def has_tokenizer(folder: Path) -> bool:
     """Return True if a folder holds a tokenizer that ``load_tokenizer`` reads."""
-    return any((folder / name).is_file() for name in (MODEL_FILE, JSON_FILE))
+    return any((folder / name).is_file() for name in _OWN_FILES)
 
 
 def fingerprints(folder: str | Path) -> dict[str, str]:
@@ -85,7 +91,7 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
     folder = Path(folder)
     # Keyed by fingerprint first: equal tokenizers appear once.
     found = {load_tokenizer(folder).fingerprint: str(folder)}
-    for name in (MODEL_FILE, JSON_FILE):
+    for name in _OWN_FILES:
         if (folder / name).is_file():
             found[load_tokenizer(folder / name).fingerprint] = str(folder / name)
     return {file: fingerprint for fingerprint, file in found.items()}
@@ -100,7 +106,7 @@ def generation_settings(folder: Path) -> bytes | None:
 
 def same_files(folder: Path, other: Path) -> bool:
     """Return True if all files that affect ids are equal in two folders, so that comparing them needs no loading."""
-    names = (MODEL_FILE, JSON_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG)
+    names = (*_OWN_FILES, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG)
     return all(_bytes_or_none(folder / name) == _bytes_or_none(other / name) for name in names)
 
 
@@ -121,7 +127,7 @@ def _load_folder(folder: Path) -> Tokenizer:
         folder = checkpoints[-1]
     files = _read_folder_files(folder, COPIED_FILES)
     files |= {name: _read(path) for name, path in find_template_files(folder).items()}
-    if MODEL_FILE not in files and JSON_FILE not in files:
+    if not any(name in files for name in _OWN_FILES):
         raise DataError(f"tokenizer={folder}: {_why_none(folder)}")
     return load_files(files, folder)
 
@@ -136,6 +142,9 @@ def load_files(files: Mapping[str, bytes], folder: Path) -> Tokenizer:
             return model
     if JSON_FILE in files:
         return _load_json(files.pop(JSON_FILE), folder, files)
+    # Last: another program's image.json next to a text tokenizer has no meaning here.
+    if MODEL_FILE not in files and IMAGE_FILE in files:
+        return ImageTokenizer(files[IMAGE_FILE], path=folder)
     return _load_model(files.pop(MODEL_FILE), folder, files)
 
 
