@@ -146,6 +146,30 @@ _GPT = {
     ),
 }
 
+_IMAGE_GPT: dict[str, Any] = _OPENAI | {
+    "vocab_size": 513,
+    "output_vocab_size": 512,
+    "tie_embeddings": False,
+    "norm": "rmsnorm",
+    "activation": "quick_gelu",
+    "max_positions": 1024,
+    "residual_dropout": 0.1,
+}
+"""Shared by Image GPT's models: 512 colours and a begin token, images of 32 × 32 pixels."""
+
+# "Generative Pretraining from Pixels" (Chen et al., ICML 2020).
+_IMAGES = {
+    "igpt-small": ModelConfig(
+        **_IMAGE_GPT, hidden_size=512, num_layers=24, num_heads=8, num_kv_heads=8, head_dim=64, ffn_size=2048
+    ),
+    "igpt-medium": ModelConfig(
+        **_IMAGE_GPT, hidden_size=1024, num_layers=36, num_heads=8, num_kv_heads=8, head_dim=128, ffn_size=4096
+    ),
+    "igpt-large": ModelConfig(
+        **_IMAGE_GPT, hidden_size=1536, num_layers=48, num_heads=16, num_kv_heads=16, head_dim=96, ffn_size=6144
+    ),
+}
+
 _LLAMA_7B: dict[str, Any] = {
     "hidden_size": 4096,
     "num_layers": 32,
@@ -351,5 +375,5 @@ _ENCODER_DECODERS = {
     "t5-v1.1-large": _encoder_decoder(24, _LARGE, _T5_1_1 | {"ffn_size": 2816}),
 }
 
-PRESETS: dict[str, ModelConfig] = _QUICKSTART | _GPT | _LLAMA | _EXPERTS | _ENCODERS | _ENCODER_DECODERS
+PRESETS: dict[str, ModelConfig] = _QUICKSTART | _GPT | _IMAGES | _LLAMA | _EXPERTS | _ENCODERS | _ENCODER_DECODERS
 """Named shapes for ``model.preset``: small starting points and published models."""

@@ -285,6 +285,21 @@ def open_for_model(folder: str | Path | ObjectPath, *, vocab_size: int, **option
     return shards
 
 
+def check_outputs(shards: ShardSet, rows: int) -> None:
+    """Raise DataError if a folder holds an id that a model with outputs for the first ``rows`` ids cannot predict."""
+    if shards.manifest.vocab_size <= rows:
+        return
+    for entry in shards.manifest.shards:
+        # Not recorded by older releases: then the tokenizer's size is the only bound.
+        largest = (entry.num_ids or shards.manifest.vocab_size) - 1
+        if largest >= rows:
+            raise DataError(
+                f"{shards.folder / entry.file} holds token ids up to {largest}, and the model predicts ids 0 to "
+                f"{rows - 1} only (model.output_vocab_size={rows}).\nTrain a model with model.output_vocab_size=0, or "
+                "build the data without such ids."
+            )
+
+
 def _runs(shards: np.ndarray) -> Iterator[tuple[int, slice]]:
     """Yield each span of equal numbers [n] as its number and slice."""
     ends = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]

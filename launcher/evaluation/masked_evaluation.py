@@ -21,7 +21,7 @@ from data_pipeline.rows.pack import Packing
 from data_pipeline.rows.row_batches import Share
 from data_pipeline.rows.text_segments import SegmentRule
 from data_pipeline.rows.token_masking import MaskRule
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.reader import ShardSet, check_outputs
 from launcher.checkpoint.tokenizer_checks import check_checkpoint_tokenizer
 from launcher.evaluation.computation import Computation
 from launcher.evaluation.evaluated_model import held_out_shards
@@ -164,6 +164,7 @@ def _loader(options: MaskedOptions, model_source: ModelSource, mesh: Mesh) -> Va
         data = read_toml(run / CONFIG_FILE, str(run / CONFIG_FILE)).get("data", {})
     shards = _text(options, model_source, run)
     check_checkpoint_tokenizer(model_source.folder, shards)
+    check_outputs(shards, model_source.model.head_rows)
     seq_len = options.seq_len or data.get("seq_len") or min(_ROW_TOKENS, model_source.model.max_positions)
     limit = model_source.model.max_positions
     hint = f"Use --lengths {limit} or less"

@@ -68,7 +68,7 @@ def source_parameters(config: ModelConfig) -> int:
 
 def head_parameters(config: ModelConfig) -> int:
     """Count the head's weights: the output matrix and the projection before it."""
-    found = config.vocab_size * config.embedding_dim
+    found = config.head_rows * config.embedding_dim
     if config.head_transform:
         found += config.hidden_size * config.embedding_dim
     return found

@@ -85,7 +85,7 @@ class _Layers(TokenBytes):
         """Return the bytes for all layers and the head."""
         model, train = self.model, self.config.train
         layers = [self.kept_of(layer) for layer in range(model.depth)]
-        heads, weights = 1 + model.mtp_layers, model.vocab_size * model.embedding_dim
+        heads, weights = 1 + model.mtp_layers, model.head_rows * model.embedding_dim
         by_rows = sums_head_by_rows(self.config, model)
         head = 0 if by_rows else heads * weights * FLOAT32
         shared = self._shared()
@@ -343,7 +343,7 @@ class _Layers(TokenBytes):
 
 def sums_head_by_rows(config: ResolvedConfig, model: ModelConfig) -> bool:
     """Return True if the head's weight gradient is summed in ranges of rows, recomputing their logits."""
-    is_large = is_summed_by_rows(model.vocab_size * model.embedding_dim)
+    is_large = is_summed_by_rows(model.head_rows * model.embedding_dim)
     return bool(config.train.chunk_tokens) and is_large and not model.head_bias
 
 
@@ -352,7 +352,7 @@ def loss_bytes(config: ResolvedConfig, tokens: int, device_type: str) -> int:
     tokens = math.ceil(tokens * config.head_share)
     if device_type == "cpu":
         return _on_cpu(config, tokens)
-    logits = min(_LOGITS_OF_GPU, tokens * config.model.vocab_size)
+    logits = min(_LOGITS_OF_GPU, tokens * config.model.head_rows)
     chunk = logits * config.dtype.itemsize
     # Eager: a row range's float32 copies. Compiled: the full chunk's gradient.
     return chunk + max(3 * min(_BLOCK_OF_GPU, logits) * FLOAT32, chunk)
@@ -361,16 +361,16 @@ def loss_bytes(config: ResolvedConfig, tokens: int, device_type: str) -> int:
 def _on_cpu(config: ResolvedConfig, tokens: int) -> int:
     """Return loss bytes on a CPU, with cache-sized row ranges: a chunk's logits and gradient, normed states, head."""
     model, width = config.model.config(), config.dtype.itemsize
-    vocab_size, model_width = model.vocab_size, model.embedding_dim
+    V, model_width = model.head_rows, model.embedding_dim
     normed, head = tokens * model.hidden_size * width, 0
     if model.head_transform:
         # The projection, its activation, and the norm's output.
         normed += 3 * tokens * model_width * width
-    chunk = min(tokens_of_chunk(vocab_size, model_width, "cpu"), tokens)
+    chunk = min(tokens_of_chunk(V, model_width, "cpu"), tokens)
     if width < FLOAT32 and config.train.products == "float32":
         # Tiles from the head's weight, and the chunk's hidden states, converted to float32.
-        head = 2 * min(TILE_ELEMENTS, vocab_size * model_width) * FLOAT32 + chunk * model_width * FLOAT32
+        head = 2 * min(TILE_ELEMENTS, V * model_width) * FLOAT32 + chunk * model_width * FLOAT32
         width = FLOAT32
     elif width < FLOAT32:
-        head = vocab_size * model_width * width
-    return chunk * (vocab_size + model_width) * width + head + normed
+        head = V * model_width * width
+    return chunk * (V + model_width) * width + head + normed

@@ -84,7 +84,7 @@ def matmul_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, h
         return total
     # The logits, and two matmuls in backward.
     model, rows = config.model.config(), tokens * config.head_share
-    head = MatmulWeight(model.vocab_size, model.embedding_dim)
+    head = MatmulWeight(model.head_rows, model.embedding_dim)
     at_once = min(rows, tokens_of_chunk(head.outer, head.inner, hardware.device_type))
     forwards = 1 + sums_head_by_rows(config, model)
     total += (1 + model.mtp_layers) * _seconds(config, hardware, head, rows, at_once, forwards)
@@ -162,7 +162,7 @@ def elementwise_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware,
         total += (model.depth - of_experts) * _ffn_seconds(of_tokens, model.ffn_size)
     if has_head:
         # From logits to their gradient: five passes in float32.
-        logits = float(_FLOAT32 * tokens * model.vocab_size)
+        logits = float(_FLOAT32 * tokens * model.head_rows)
         total += 5 * (1 + model.mtp_layers) * logits / hardware.loss_bandwidth.at(train.dtype, bytes=max(1.0, logits))
     return total + _weight_sum_seconds(config, tokens, hardware)
 

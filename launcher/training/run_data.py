@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader, held_out_mixture
-from data_pipeline.mixture.file import is_mixture
+from data_pipeline.mixture.file import Mixture, is_mixture
 from data_pipeline.rows.pack import Packing
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
-from data_pipeline.shards.reader import ShardSet, open_for_model
+from data_pipeline.shards.reader import ShardSet, check_outputs, open_for_model
 from data_pipeline.stores.urls import below, locate
 from launcher.checkpoint.tokenizer_checks import (
     check_checkpoint_tokenizer,
@@ -100,6 +100,7 @@ def _open_loaders(
             f"data.train={config.data.train!r} holds token ids below {vocab_size}, but "
             f"model.vocab_size={model.vocab_size}.\nTry --model.vocab_size {vocab_size}."
         )
+    _check_outputs(config, model, loader.folders)
     validation, held_out = _validation_data(config.data)
     if not config.validation.rows or validation is None:
         return loader, None
@@ -107,7 +108,33 @@ def _open_loaders(
     options["mask"] = config.mask
     if config.examples is not None:
         options["packing"] = Packing(examples=config.examples)
-    return loader, build_validation_loader(validation, max_rows=config.validation.rows, **options, **common)
+    validation_loader = build_validation_loader(validation, max_rows=config.validation.rows, **options, **common)
+    _check_outputs(config, model, validation_loader.folders)
+    return loader, validation_loader
+
+
+def _check_outputs(config: ResolvedConfig, model: ModelConfig, folders: Sequence[ShardSet]) -> None:
+    """Raise DataError or ConfigError if a token that the model has no output for may become a target."""
+    if not model.output_vocab_size:
+        return
+    for shards in folders:
+        check_outputs(shards, model.head_rows)
+    special = folders[0].tokenizer().special
+    key, added_ids = "", tuple[int, ...]()
+    fim_rates = [config.data.fim_rate]
+    if is_mixture(config.data.train):
+        fim_rates += [source.fim_rate or 0 for source in Mixture.load(config.data.train).sources]
+    # Tokens that no shard holds.
+    if config.train.objective == "spans":
+        key, added_ids = "train.objective=spans", special.sentinels
+    elif any(fim_rates):
+        key, added_ids = f"fim_rate={max(fim_rates):g}", special.fim or ()
+    if added_ids and max(added_ids) >= model.head_rows:
+        raise ConfigError(
+            f"{key} adds special tokens up to id {max(added_ids)}, but the model predicts ids 0 to "
+            f"{model.head_rows - 1} only (model.output_vocab_size={model.output_vocab_size}).\nTrain a model with "
+            "model.output_vocab_size=0, or without this key."
+        )
 
 
 def _validation_data(data: DataSection) -> tuple[str | Path | None, bool]:

@@ -41,7 +41,8 @@ class LeakProbe:
         losses.
         """
         tokens, documents, source = self.stream.tokens, self.stream.document_ids, self.stream.source
-        vocab_size = self.config.model.vocab_size
+        # A changed token is a target, too.
+        vocab_size = self.config.model.head_rows
         found = {
             "likelihoods of tokens": find_leaks(self._token_nll, tokens, documents, vocab_size=vocab_size),
             "losses in training": find_leaks(self._losses, tokens, documents, vocab_size=vocab_size),

@@ -33,7 +33,8 @@ def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Strea
             ids += [row * tokens + number] * length
         ids += [PADDING_DOCUMENT] * (tokens - sum(lengths))
         num_documents.append(len(lengths))
-    tokens_BT = torch.randint(config.model.vocab_size, (rows * tokens,), generator=generator).view(rows, tokens)
+    # Any of them may become a target.
+    tokens_BT = torch.randint(config.model.head_rows, (rows * tokens,), generator=generator).view(rows, tokens)
     stream = packed_rows(tokens_BT, torch.tensor(ids).view(rows, tokens))
     if config.model.pair_head != "none":
         stream = _with_segments(stream, generator)

@@ -83,6 +83,7 @@ def _model(model: ModelConfig, share: float, expert_degree: int) -> dict[str, An
         "hidden_size": min(model.hidden_size, WIDTH),
         "ffn_size": min(model.ffn_size, FFN_WIDTH),
         "vocab_size": min(model.vocab_size, VOCABULARY),
+        "output_vocab_size": min(model.output_vocab_size, VOCABULARY - 1),
         "dense_layers": tuple(layer for layer in model.dense_layers if layer < layers),
     }
     if model.window:

@@ -181,8 +181,8 @@ class BlockFields:
     norm_eps: float = 1e-6
     """Epsilon inside every norm."""
     activation: str = "swiglu"
-    """FFN activation: swiglu, geglu, geglu_tanh and swiglu_oai (GPT-OSS) are gated; gelu, gelu_tanh, relu, relu2 and
-    silu are not."""
+    """FFN activation: swiglu, geglu, geglu_tanh and swiglu_oai (GPT-OSS) are gated; gelu, gelu_tanh, quick_gelu (Image
+    GPT), relu, relu2 and silu are not."""
     layer_scalars: bool = False
     """Multiply each layer's output by a factor that is not trained (Gemma 4)."""
     ffn_size: int = 384
@@ -254,6 +254,9 @@ class StreamFields:
 
     tie_embeddings: bool = True
     """Tie the output head to the embedding table."""
+    output_vocab_size: int = 0
+    """Output head rows, for the first token ids; later ids are only read, such as the begin token that Image GPT never
+    predicts. 0 uses vocab_size."""
     segments: int = 0
     """Segment types, each with its own embedding (BERT: 2); 0 disables them. Plain text uses the first."""
     embedding_norm: bool = False
@@ -335,6 +338,11 @@ class ModelFields(
     def predicts_tokens(self) -> bool:
         """True if the model has a token head."""
         return self.vocab_size > 0 and self.token_head
+
+    @property
+    def head_rows(self) -> int:
+        """Output head rows: one logit for each id below this number."""
+        return self.output_vocab_size or self.vocab_size
 
     @property
     def value_dim(self) -> int:

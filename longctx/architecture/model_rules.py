@@ -13,10 +13,13 @@ from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
 from longctx.untrusted.strict_json import shown
 
+GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
+"""Activations that multiply two projections."""
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("rmsnorm", "layernorm"),
     "norm_order": ("pre", "post", "sandwich", "output", "hybrid"),
-    "activation": ("swiglu", "geglu", "geglu_tanh", "swiglu_oai", "gelu", "gelu_tanh", "relu", "relu2", "silu"),
+    "activation": (*GATED, "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "silu"),
     "qk_norm": ("none", "head", "full"),
     "position": ("rope", "none", "learned", "sinusoidal", "sinusoidal_halves", "alibi", "t5", "relative"),
     "score_function": ("softmax", "sigmoid"),
@@ -25,9 +28,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "class_pool": ("first", "mean"),
 }
 """Allowed values per text field."""
-
-GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
-"""Activations that multiply two projections."""
 
 _AT_LEAST_ONE = (
     "hidden_size",
@@ -49,6 +49,7 @@ _NOT_NEGATIVE = (
     "encoder_layers",
     "mtp_layers",
     "embedding_size",
+    "output_vocab_size",
     "segments",
     "position_offset",
     "num_experts",
@@ -84,6 +85,7 @@ UPPER_BOUNDS = {
     "num_experts": 2**16,
     "vocab_size": 2**32,
     "classes": 2**32,
+    "output_vocab_size": 2**32,
     "hidden_size": 2**20,
     "embedding_size": 2**20,
     "segments": 2**16,
@@ -401,6 +403,8 @@ def _check_ends(config: ModelFields) -> None:
             f"model.position_offset={config.position_offset} is an offset in the learned position table, but "
             f"model.position is {config.position!r}. Set model.position_offset=0, or model.position='learned'."
         )
+    if config.output_vocab_size:
+        _check_output_vocabulary(config)
     # The head transform maps hidden_size back to the embedding table's width.
     if config.embedding_size and not config.head_transform:
         raise ConfigError(
@@ -418,6 +422,21 @@ def _check_ends(config: ModelFields) -> None:
         raise ConfigError(
             f"model.head_transform=true uses the FFN's activation, but model.activation={config.activation!r} is "
             f"gated. Try one of {plain}."
+        )
+
+
+def _check_output_vocabulary(config: ModelFields) -> None:
+    """Raise ConfigError unless the output head has its own weights, for fewer ids than the embedding table."""
+    if config.output_vocab_size >= config.vocab_size:
+        raise ConfigError(
+            f"model.output_vocab_size={config.output_vocab_size} must be below model.vocab_size={config.vocab_size}. "
+            "Try model.output_vocab_size=0, which gives every id an output."
+        )
+    if config.tie_embeddings:
+        raise ConfigError(
+            f"model.output_vocab_size={config.output_vocab_size} gives the output head fewer rows than the embedding "
+            f"table, model.vocab_size={config.vocab_size}, but model.tie_embeddings=true makes them one matrix. Set "
+            "model.tie_embeddings=false, or model.output_vocab_size=0."
         )
 
 

@@ -71,7 +71,7 @@ def count_matrices(config: ModelFields, *, active: bool = False, uses: bool = Fa
     counts["mtp"] = 2 * config.mtp_layers * config.hidden_size**2
     counts["embedding"] = config.vocab_size * E
     if not config.tie_embeddings:
-        counts["head"] = counts["embedding"]
+        counts["head"] = config.head_rows * E
     if config.embedding_size:
         # The encoder has its own projection from E to M.
         counts["embedding"] += E * config.hidden_size * (2 if config.encoder_layers else 1)
@@ -147,7 +147,7 @@ def _add_head(config: ModelFields, counts: Counter[str]) -> None:
         counts["head"] += E
         counts["norms"] += norm_size(config, E)
     if config.head_bias:
-        counts["head"] += config.vocab_size
+        counts["head"] += config.head_rows
     if config.pair_head != "none":
         counts["head"] += config.hidden_size + 2
 

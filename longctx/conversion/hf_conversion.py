@@ -43,7 +43,7 @@ from longctx.conversion.verify_conversion import (
 )
 from longctx.conversion.weights.weights_folder import has_standard_names
 from longctx.errors import CheckpointError, ConfigError
-from longctx.families import ALIASES, family_of
+from longctx.families import ALIASES, FAMILIES, family_of
 from longctx.files import staged_folder
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.chat_templates import hf_path
@@ -202,7 +202,8 @@ def import_hf(
     reader = HfReader(folder, mtp=mtp)
     log_ignored_keys(reader.folder, reader.ignored_keys)
     passthrough = _select_passthrough(reader, text_only=text_only)
-    auxiliary = find_auxiliary_files(reader.folder, include_processors=passthrough is not None)
+    reads_images = passthrough is not None or FAMILIES[reader.model_type].reads_images
+    auxiliary = find_auxiliary_files(reader.folder, include_processors=reads_images)
     log_skipped_files(reader.folder, reader.files().union(map(hf_path, auxiliary)))
     source_dtype = reader.dtype
     # Before anything is written: a conversion that cannot be verified as requested fails here.

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 IMPORTED_CONFIG = "imported_config.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Settings that turn images into inputs for such a part."""
+"""Settings that turn images into inputs for such a part, or into the tokens of a model for images."""
 _FILE_PREFIX = "carried"
 _WEIGHTS = re.compile(rf"{_FILE_PREFIX}(-\d{{5}}-of-\d{{5}})?\.safetensors")
 

@@ -309,10 +309,7 @@ def _transformers_logits(
         if source_S is not None:
             call = partial(model, source_S[None], decoder_input_ids=tokens_BT)
         eager_TV = call().logits[0].float()
-        try:
-            model.set_attn_implementation("sdpa")
-        except (ValueError, ImportError):
-            # The model has no other attention implementation.
+        if not _switch_attention(model):
             return {TWO_PASSES: (eager_TV, _in_two_passes(model, tokens_BT, cut))}
         reference_TV = call().logits[0].float()
         pairs = {TWO_ATTENTIONS: (reference_TV, eager_TV)}
@@ -326,10 +323,22 @@ def _transformers_logits(
         return pairs
 
 
+def _switch_attention(model: Any) -> bool:
+    """Switch transformers' model from eager attention to sdpa; return False if it has no other implementation."""
+    try:
+        model.set_attn_implementation("sdpa")
+    except (ValueError, ImportError):
+        return False
+    # Image GPT's class keeps its own without an error.
+    return model.config._attn_implementation == "sdpa"
+
+
 def _in_two_passes(model: Any, tokens_BT: Tensor, cut: int) -> Tensor:
     """Compute transformers' logits [T, V] with tokens from ``cut`` on reading a cache of earlier ones."""
     first = model(tokens_BT[:, :cut], use_cache=True)
-    second = model(tokens_BT[:, cut:], past_key_values=first.past_key_values, use_cache=True)
+    # transformers is renaming the cache, class by class.
+    key = "cache" if "cache" in first else "past_key_values"
+    second = model(tokens_BT[:, cut:], **{key: first[key]}, use_cache=True)
     return torch.cat([first.logits, second.logits], dim=1)[0].float()
 
 
@@ -355,7 +364,7 @@ def bytes_needed(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -
     tokens = min(NUM_TOKENS, config.max_positions)
     # Activations per token: residual stream, eager attention scores, and the widest FFN.
     width = 8 * config.hidden_size + 4 * config.num_heads * tokens + 4 * widest_ffn(config)
-    return int(1.1 * num_parameters * dtype.itemsize) + tokens * (16 * config.vocab_size + 4 * width) + 2**28
+    return int(1.1 * num_parameters * dtype.itemsize) + tokens * (16 * config.head_rows + 4 * width) + 2**28
 
 
 def check_verify_mode(verify: str) -> None:

@@ -11,6 +11,7 @@ from longctx.families.glm import GLM4_MOE
 from longctx.families.gpt import GPT1, GPT2
 from longctx.families.gpt_oss import GPT_OSS
 from longctx.families.granite_hybrid import GRANITE_HYBRID
+from longctx.families.imagegpt import IMAGE_GPT
 from longctx.families.kimi import KIMI_LINEAR
 from longctx.families.llama import GRANITE, LLAMA, MINISTRAL3, MISTRAL, SMOLLM3
 from longctx.families.mixtral import MINIMAX_M2, MIXTRAL
@@ -52,6 +53,7 @@ _ALL = (
     GEMMA4_TEXT,
     GPT2,
     GPT1,
+    IMAGE_GPT,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     KIMI_LINEAR,

@@ -58,33 +58,50 @@ def _read_context(hf: HfConfig) -> dict[str, Any]:
     return {}
 
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "relu2": "relu2",
 }
 # In GPT-1, transformers computes "gelu" by its tanh formula.
 _ACTIVATIONS_1 = {"gelu": "gelu_tanh", "relu": "relu"}
 
-_COMMON = (
+STACK = (
     *UNUSED,
     DENSE,
-    constant(position="learned", norm="layernorm", qkv_bias=True, o_bias=True, ffn_bias=True),
-    same("vocab_size", "vocab_size"),
+    constant(position="learned", qkv_bias=True, o_bias=True, ffn_bias=True),
     same("n_embd", "hidden_size"),
     same("n_layer", "num_layers"),
     same("n_head", "num_heads"),
     same("n_positions", "max_positions"),
     same("layer_norm_epsilon", "norm_eps", default=1e-5),
     same("initializer_range", "init_std", default=0.02),
-    same("tie_word_embeddings", "tie_embeddings", default=True),
     divided_head_dim("n_embd", "n_head"),
     all_heads("n_embd", "n_head"),
     _dropout(),
     unsupported_dropout("attn_pdrop"),
     ConfigRule(keys=("n_ctx",), read=_read_context),
+)
+"""Rules that OpenAI's models share, also Image GPT: all but vocabulary, norms, FFN and head."""
+
+GPT2_OPTIONS = (
+    _inner(),
+    # Score scales other than head_dim^-½ are not supported.
+    only("scale_attn_weights", True),
+    only("scale_attn_by_inverse_layer_idx", False),
+    only("reorder_and_upcast_attn", False),
+    only("add_cross_attention", False, written=False),
+)
+"""Rules for GPT-2's FFN width and attention options."""
+
+_COMMON = (
+    *STACK,
+    constant(norm="layernorm"),
+    same("vocab_size", "vocab_size"),
+    same("tie_word_embeddings", "tie_embeddings", default=True),
 )
 
 _OF_OTHER_HEADS = frozenset(
@@ -105,7 +122,7 @@ _OF_OTHER_HEADS = frozenset(
 )
 
 
-def _gpt_tensor(ours: tuple[str, ...], hf_name: str, *, steps: tuple[str, ...] = ()) -> TensorRule:
+def gpt_tensor(ours: tuple[str, ...], hf_name: str, *, steps: tuple[str, ...] = ()) -> TensorRule:
     """Return the rule for GPT's name, with the full model's prefix, or without it as in old files."""
     names = (f"transformer.{hf_name}", hf_name)
     return TensorRule(parameters=ours, layouts=tuple(StorageLayout(names=(name,), steps=steps) for name in names))
@@ -117,30 +134,38 @@ def _projection(*ours: str, hf_name: str) -> tuple[TensorRule, ...]:
     biases = tuple(f"{BLOCK}{name}.bias" for name in ours)
     # GPT's Conv1D stores its weight as [in, out]; a bias has one axis.
     return (
-        _gpt_tensor(weights, f"h.{{layer}}.{hf_name}.weight", steps=("transposed",)),
-        _gpt_tensor(biases, f"h.{{layer}}.{hf_name}.bias"),
+        gpt_tensor(weights, f"h.{{layer}}.{hf_name}.weight", steps=("transposed",)),
+        gpt_tensor(biases, f"h.{{layer}}.{hf_name}.bias"),
     )
 
 
-def _norm(ours: str, hf_name: str) -> tuple[TensorRule, ...]:
+def _layer_norm(ours: str, hf_name: str) -> tuple[TensorRule, ...]:
     """Return the rules for a LayerNorm's weight and bias."""
     return (
-        _gpt_tensor((f"{ours}.weight",), f"{hf_name}.weight"),
-        _gpt_tensor((f"{ours}.bias",), f"{hf_name}.bias"),
+        gpt_tensor((f"{ours}.weight",), f"{hf_name}.weight"),
+        gpt_tensor((f"{ours}.bias",), f"{hf_name}.bias"),
     )
+
+
+def matrices() -> tuple[TensorRule, ...]:
+    """Return the rules for a block's projections."""
+    attention = _projection("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", hf_name="attn.c_attn")
+    attention += _projection("self_attn.o_proj", hf_name="attn.c_proj")
+    ffn = _projection("mlp.up_proj", hf_name="mlp.c_fc") + _projection("mlp.down_proj", hf_name="mlp.c_proj")
+    return attention + ffn
 
 
 def _block_tensors(first_norm: str, second_norm: str) -> tuple[TensorRule, ...]:
     """Return the rules for a block's tensors; the arguments are our norm names for ln_1 and ln_2."""
-    attention = _projection("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", hf_name="attn.c_attn")
-    attention += _projection("self_attn.o_proj", hf_name="attn.c_proj")
-    ffn = _projection("mlp.up_proj", hf_name="mlp.c_fc") + _projection("mlp.down_proj", hf_name="mlp.c_proj")
-    norms = _norm(BLOCK + first_norm, "h.{layer}.ln_1") + _norm(BLOCK + second_norm, "h.{layer}.ln_2")
-    return attention + ffn + norms
+    return (
+        *matrices(),
+        *_layer_norm(BLOCK + first_norm, "h.{layer}.ln_1"),
+        *_layer_norm(BLOCK + second_norm, "h.{layer}.ln_2"),
+    )
 
 
 # Causal masks and positions, which old transformers versions saved as buffers.
-_BUFFERS = (r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias", r"(transformer\.)?position_ids")
+BUFFERS = (r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias", r"(transformer\.)?position_ids")
 
 GPT1 = Family(
     model_type="openai-gpt",
@@ -154,12 +179,12 @@ GPT1 = Family(
         translated("afn", "activation", _ACTIVATIONS_1, default="gelu"),
     ),
     tensors=(
-        _gpt_tensor(("model.embed_tokens.weight",), "tokens_embed.weight"),
-        _gpt_tensor(("model.embed_positions.weight",), "positions_embed.weight"),
+        gpt_tensor(("model.embed_tokens.weight",), "tokens_embed.weight"),
+        gpt_tensor(("model.embed_positions.weight",), "positions_embed.weight"),
         *_block_tensors("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
     ignored_keys=_OF_OTHER_HEADS,
-    ignored_tensors=_BUFFERS,
+    ignored_tensors=BUFFERS,
 )
 
 GPT2 = Family(
@@ -167,20 +192,15 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     rules=(
         *_COMMON,
-        _inner(),
-        translated("activation_function", "activation", _ACTIVATIONS, default="gelu_new"),
-        # Score scales other than head_dim^-½ are not supported.
-        only("scale_attn_weights", True),
-        only("scale_attn_by_inverse_layer_idx", False),
-        only("reorder_and_upcast_attn", False),
-        only("add_cross_attention", False, written=False),
+        *GPT2_OPTIONS,
+        translated("activation_function", "activation", ACTIVATIONS, default="gelu_new"),
     ),
     tensors=(
-        _gpt_tensor(("model.embed_tokens.weight",), "wte.weight"),
-        _gpt_tensor(("model.embed_positions.weight",), "wpe.weight"),
+        gpt_tensor(("model.embed_tokens.weight",), "wte.weight"),
+        gpt_tensor(("model.embed_positions.weight",), "wpe.weight"),
         *_block_tensors("input_layernorm", "post_attention_layernorm"),
-        *_norm("model.norm", "ln_f"),
+        *_layer_norm("model.norm", "ln_f"),
     ),
     ignored_keys=_OF_OTHER_HEADS,
-    ignored_tensors=_BUFFERS,
+    ignored_tensors=BUFFERS,
 )

@@ -154,7 +154,9 @@ class Family:
     head: str = "lm_head.weight"
     """Output matrix name, which a tied model's file may contain in addition to the embeddings."""
     auto_class: str = "AutoModelForCausalLM"
-    """transformers class that loads the model."""
+    """transformers class that loads the model: an ``Auto`` class, or the model's own if no such class has it."""
+    reads_images: bool = False
+    """True if an image processor, described by its own file, makes the model's tokens."""
     mtp: MtpStorage | None = None
     """Multi-token prediction blocks; those that the decoder does not have are kept for exports."""
     passthrough_tensors: tuple[str, ...] = ()

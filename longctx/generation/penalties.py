@@ -44,6 +44,8 @@ class Penalties:
         def apply_penalties(logits_V: Tensor, new_ids: Sequence[int]) -> Tensor:
             new_N, counts_N = torch.tensor(new_ids, dtype=torch.int64).unique(return_counts=True)
             seen_N = torch.cat((prompt_N, new_N)).unique()
+            # A prompt may hold ids that the head never predicts.
+            seen_N = seen_N[seen_N < len(logits_V)]
             logits_V = _scale_logits(logits_V, seen_N.to(logits_V.device), self.repetition)
             # After the repetition penalty, and before any temperature, as in vLLM and SGLang.
             taken_N = self.frequency * counts_N + self.presence

@@ -198,6 +198,7 @@ def token_scores(
     if len(ids) < 2:
         raise ConfigError(f"{len(ids)} tokens cannot be scored: give at least 2, because the first has no score.")
     check_chunk_tokens(chunk_tokens)
+    check_outputs(model, ids[1:])
     cache, nll, experts = model.new_cache(), [], []
     # The last token has no target, but is read like the others, so that the chunks cover the full sequence.
     targets = [*ids[1:], IGNORED_TARGET]
@@ -213,6 +214,16 @@ def token_scores(
             chosen_CT = cache.collect(chosen_LtK.transpose(1, 2).flatten(0, 1).contiguous(), chunk)
             experts.append(chosen_CT.T.unflatten(1, (len(chosen_LtK), -1)).cpu())
     return TokenScores(torch.cat(nll)[:-1], torch.cat(experts) if experts else None)
+
+
+def check_outputs(model: Decoder, targets: Sequence[int]) -> None:
+    """Raise ConfigError for a target that the model's head has no output for."""
+    rows, largest = model.config.head_rows, max(targets)
+    if model.config.output_vocab_size and largest >= rows:
+        raise ConfigError(
+            f"id {largest} has no likelihood: the model predicts ids 0 to {rows - 1} only "
+            f"(model.output_vocab_size={model.config.output_vocab_size}). Only a sequence's first token may be another."
+        )
 
 
 def read_chunks(

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.generation.prefill import CHUNK_TOKENS, can_share, given_tokens, last_logits, prefill, read_chunks
+from longctx.generation.prefill import (
+    CHUNK_TOKENS,
+    can_share,
+    check_outputs,
+    given_tokens,
+    last_logits,
+    prefill,
+    read_chunks,
+)
 from longctx.model.attention.kv_cache import KVCache
 from longctx.model.decoder import Decoder
 
@@ -104,6 +112,7 @@ def _check(model: Decoder, pair: Pair) -> None:
         invalid_ids = [i for i in ids if not 0 <= i < vocab_size]
         if invalid_ids:
             raise ConfigError(f"id {invalid_ids[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
+    check_outputs(model, pair.continuation)
 
 
 def _read_and_score(

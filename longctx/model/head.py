@@ -1,6 +1,6 @@
 """Output head: logits, or the loss without ever holding all logits.
 
-Axes: B rows, t tokens of this rank, M model width, V vocabulary.
+Axes: B rows, t tokens of this rank, M model width, V vocabulary (the ids with an output).
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class LMHead(nn.Module):
         self.scale, self.softcap = config.logit_scale, config.logit_softcap
         weight, bias = None, None
         if not config.tie_embeddings:
-            weight = nn.Parameter(torch.empty(config.vocab_size, config.embedding_dim))
+            weight = nn.Parameter(torch.empty(config.head_rows, config.embedding_dim))
         if config.head_bias:
-            bias = nn.Parameter(torch.empty(config.vocab_size))
+            bias = nn.Parameter(torch.empty(config.head_rows))
         # Registered even if None: forward reads one name, and a state dict has the key only if the head owns it.
         self.weight: nn.Parameter | None
         self.bias: nn.Parameter | None

@@ -21,10 +21,20 @@ from longctx.kernels.processor import MatmulMode
 from longctx.model.layers.linear import Linear
 
 _gelu_tanh = partial(nn.functional.gelu, approximate="tanh")
+_SIGMOID_SLOPE = 1.702
+"""Sigmoid steepness in quick_gelu and GPT-OSS."""
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return x · sigmoid(1.702 · x), an approximation to GELU."""
+    # By silu, which keeps one tensor for backward; the product would keep x and the sigmoid.
+    return nn.functional.silu(_SIGMOID_SLOPE * x) / _SIGMOID_SLOPE
+
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nn.functional.gelu,
     "gelu_tanh": _gelu_tanh,
+    "quick_gelu": quick_gelu,
     "relu": nn.functional.relu,
     "relu2": lambda x: nn.functional.relu(x).square(),
     "silu": nn.functional.silu,
@@ -79,8 +89,8 @@ class FeedForward(nn.Module):
         return self.down_proj(PLAIN[self.activation](self.up_proj(x_NM)), only_graph=only_graph)
 
 
-_OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
-"""GPT-OSS's sigmoid steepness, and bound on both inputs."""
+_OAI_LIMIT = 7.0
+"""GPT-OSS's bound on both inputs."""
 
 
 def gated(kind: str, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None) -> Tensor:
@@ -181,7 +191,7 @@ def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:
     """Compute activation(gate) · up in new memory."""
     if kind == "swiglu_oai":
         gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
-        return (gate * torch.sigmoid(_OAI_ALPHA * gate)).mul_(up + 1)
+        return (gate * torch.sigmoid(_SIGMOID_SLOPE * gate)).mul_(up + 1)
     return _ACTIVATION[kind](gate).mul_(up)
 
 
@@ -194,7 +204,7 @@ def _product_gradient(
         with torch.enable_grad():
             inputs = gate.detach().requires_grad_(), up.detach().requires_grad_()
             bounded, other = inputs[0].clamp(max=_OAI_LIMIT), inputs[1].clamp(-_OAI_LIMIT, _OAI_LIMIT)
-            product = bounded * torch.sigmoid(_OAI_ALPHA * bounded) * (other + 1)
+            product = bounded * torch.sigmoid(_SIGMOID_SLOPE * bounded) * (other + 1)
         return torch.autograd.grad(product, inputs, dout)  # type: ignore[return-value]
     if activated is None:
         activated = _ACTIVATION[kind](gate)

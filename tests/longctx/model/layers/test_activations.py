@@ -59,4 +59,5 @@ def test_every_word_has_an_activation():
     torch.testing.assert_close(PLAIN["silu"](x), x / (1 + torch.exp(-x)))
     torch.testing.assert_close(PLAIN["gelu"](x), x * 0.5 * (1 + torch.erf(x / 2**0.5)))
     inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
+    torch.testing.assert_close(PLAIN["quick_gelu"](x), x / (1 + torch.exp(-1.702 * x)))
     torch.testing.assert_close(PLAIN["gelu_tanh"](x), 0.5 * x * (1 + torch.tanh(inner)))

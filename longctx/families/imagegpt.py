@@ -1,0 +1,50 @@
+"""Image GPT: GPT-2 with RMSNorm, on the colours of a palette; its head never predicts the begin token, the last id."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longctx.errors import ConfigError
+from longctx.families.config_rules import constant, integer, only, translated
+from longctx.families.gpt import ACTIVATIONS, BUFFERS, GPT2_OPTIONS, STACK, gpt_tensor, matrices
+from longctx.families.spec import BLOCK, ConfigRule, Family, HfConfig
+
+
+def _colours() -> ConfigRule:
+    """Return the rule for the vocabulary: colours, which have an output each, and the begin token after them."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        size = integer(hf, "vocab_size")
+        if size < 2:
+            raise ConfigError(f"vocab_size={size} in config.json must be at least 2: a colour and the begin token.")
+        return {"vocab_size": size, "output_vocab_size": size - 1}
+
+    # Another number of outputs reads back as this one, so the loss is detected.
+    return ConfigRule(keys=("vocab_size",), read=read, write=lambda config: {"vocab_size": config.vocab_size})
+
+
+IMAGE_GPT = Family(
+    model_type="imagegpt",
+    architecture="ImageGPTForCausalImageModeling",
+    rules=(
+        *STACK,
+        *GPT2_OPTIONS,
+        _colours(),
+        # transformers calls it ImageGPTLayerNorm: it neither subtracts the mean nor adds a bias.
+        constant(norm="rmsnorm", tie_embeddings=False),
+        translated("activation_function", "activation", ACTIVATIONS, default="quick_gelu"),
+        # A head with fewer rows than the table cannot be tied to it.
+        only("tie_word_embeddings", False),
+    ),
+    tensors=(
+        gpt_tensor(("model.embed_tokens.weight",), "wte.weight"),
+        gpt_tensor(("model.embed_positions.weight",), "wpe.weight"),
+        *matrices(),
+        gpt_tensor((f"{BLOCK}input_layernorm.weight",), "h.{layer}.ln_1.weight"),
+        gpt_tensor((f"{BLOCK}post_attention_layernorm.weight",), "h.{layer}.ln_2.weight"),
+        gpt_tensor(("model.norm.weight",), "ln_f.weight"),
+    ),
+    ignored_tensors=BUFFERS,
+    auto_class="ImageGPTForCausalImageModeling",
+    reads_images=True,
+)
