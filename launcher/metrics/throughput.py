@@ -11,7 +11,7 @@ from functools import cache
 
 from longctx.architecture.fields import decoder_of, encoder_of
 from longctx.architecture.layer_specs import mixers_of
-from longctx.architecture.size import count_matrices, pair_head_size
+from longctx.architecture.size import count_matrices, document_head_size
 from longctx.config import ModelConfig
 
 _PEAK_TFLOPS_BFLOAT16: tuple[tuple[str, float], ...] = (
@@ -43,12 +43,11 @@ def matmul_parameters(config: ModelConfig) -> int:
     # A tied head multiplies by the embedding weights, which are also looked up; an untied head has its own weights.
     counts, table = count_matrices(decoder_of(config), active=True, uses=True), config.vocab_size * config.embedding_dim
     num_weights = sum(counts.values())
-    if not config.tie_embeddings:
+    if not config.tie_embeddings or not config.predicts_tokens:
         num_weights -= table
     num_weights += config.mtp_layers * head_parameters(config)
-    if config.pair_head != "none":
-        # The pair head only sees first tokens.
-        num_weights -= pair_head_size(config)
+    # These heads see one hidden state per document.
+    num_weights -= document_head_size(config)
     if config.encoder_layers:
         # Cross attention projects decoder tokens to queries and outputs; keys and values count per source token.
         num_weights += 2 * config.num_layers * config.hidden_size * config.num_heads * config.head_dim

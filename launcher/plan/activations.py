@@ -349,6 +349,8 @@ def sums_head_by_rows(config: ResolvedConfig, model: ModelConfig) -> bool:
 
 def loss_bytes(config: ResolvedConfig, tokens: int, device_type: str) -> int:
     """Return loss bytes for a rank's ``tokens``, excluding gradients for hidden states and head."""
+    if not config.model.predicts_tokens:
+        return 0  # a class head has one logit per document and class
     tokens = math.ceil(tokens * config.head_share)
     if device_type == "cpu":
         return _on_cpu(config, tokens)

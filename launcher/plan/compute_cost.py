@@ -82,20 +82,23 @@ def matmul_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, h
         total += count * _seconds(config, hardware, weight, rows, at_once, forwards)
     if not has_head:
         return total
-    # The logits, and two matmuls in backward.
     model, rows = config.model.config(), tokens * config.head_share
-    head = MatmulWeight(model.head_rows, model.embedding_dim)
-    at_once = min(rows, tokens_of_chunk(head.outer, head.inner, hardware.device_type))
-    forwards = 1 + sums_head_by_rows(config, model)
-    total += (1 + model.mtp_layers) * _seconds(config, hardware, head, rows, at_once, forwards)
+    if model.predicts_tokens:
+        # The logits, and two matmuls in backward.
+        head = MatmulWeight(model.head_rows, model.embedding_dim)
+        at_once = min(rows, tokens_of_chunk(head.outer, head.inner, hardware.device_type))
+        forwards = 1 + sums_head_by_rows(config, model)
+        total += (1 + model.mtp_layers) * _seconds(config, hardware, head, rows, at_once, forwards)
     for weight, share in embedding_projections(model, config.head_share).items():
         total += _seconds(config, hardware, weight, share * tokens, share * tokens, 1)
     return total
 
 
 def embedding_projections(model: ModelConfig, head_share: float) -> dict[MatmulWeight, float]:
-    """Return the matmuls between model width and embedding width, each with its share of tokens."""
+    """Return the matmuls between model width and embedding width, or patches, each with its share of tokens."""
     found: dict[MatmulWeight, float] = {}
+    if model.image.patch:
+        found[MatmulWeight(model.embedding_dim, model.image.pixel_bytes)] = 1.0
     if model.embedding_size:
         found[MatmulWeight(model.hidden_size, model.embedding_size)] = 1.0
     if model.head_transform:

@@ -77,7 +77,8 @@ def _open_loaders(
     # Files that need complete reading are not read here, by every rank: ``check_data`` divides them among ranks.
     open_options: dict[str, Any] = {"verify": config.data.verify != "off", "cache": config.data.cache}
     open_folder = partial(ShardSet.open, **open_options)
-    if origin != "new":
+    # Patches have no ids.
+    if origin != "new" and model.vocab_size:
         open_folder = partial(open_for_model, vocab_size=model.vocab_size, **open_options)
     # Ranks in a context group get the same rows: each cuts out its own shard (``Run.place``).
     cost = None
@@ -95,11 +96,12 @@ def _open_loaders(
         **common,
     )
     vocab_size = loader.shards.manifest.vocab_size
-    if vocab_size > model.vocab_size and origin == "new":
+    if vocab_size > model.vocab_size > 0 and origin == "new":
         raise ConfigError(
             f"data.train={config.data.train!r} holds token ids below {vocab_size}, but "
             f"model.vocab_size={model.vocab_size}.\nTry --model.vocab_size {vocab_size}."
         )
+    _check_classes(config.data.train, model, loader.folders)
     _check_outputs(config, model, loader.folders)
     validation, held_out = _validation_data(config.data)
     if not config.validation.rows or validation is None:
@@ -109,8 +111,22 @@ def _open_loaders(
     if config.examples is not None:
         options["packing"] = Packing(examples=config.examples)
     validation_loader = build_validation_loader(validation, max_rows=config.validation.rows, **options, **common)
+    _check_classes(str(validation), model, validation_loader.folders)
     _check_outputs(config, model, validation_loader.folders)
     return loader, validation_loader
+
+
+def _check_classes(data: str, model: ModelConfig, folders: Sequence[ShardSet]) -> None:
+    """Raise ConfigError unless the class head has a class for each of the images' labels."""
+    if not model.classes:
+        return
+    for shards in folders:
+        found = len(shards.image_format.classes)
+        if found != model.classes:
+            raise ConfigError(
+                f"model.classes={model.classes}, but the images in {data} have {found} classes.\n"
+                f"Try --model.classes {found}, or build the data with the classes of another folder (--tokenizer DIR)."
+            )
 
 
 def _check_outputs(config: ResolvedConfig, model: ModelConfig, folders: Sequence[ShardSet]) -> None:

@@ -149,6 +149,7 @@ class TrainStep:
             **source_record(step.data.after),
             **degree_record(step.data.degrees),
             **pair_record(totals, counts),
+            **class_record(totals, counts),
             **mtp_record(totals, counts),
             **expert_record(totals, run.expert_layers, counts["tokens"]),
         }
@@ -206,6 +207,18 @@ def pair_record(totals: StepTotals, counts: Counts) -> Record:
         return {}
     pairs = max(1, counts["pairs"])
     return {"pair_loss": totals.sums["pair"] / pairs, "pair_accuracy": totals.sums["right_pairs"] / pairs}
+
+
+def class_record(totals: StepTotals, counts: Counts) -> Record:
+    """Return a train record's fields about the class head; empty without one."""
+    if "right_classes" not in totals.sums:
+        return {}
+    labels = max(1, counts["labels"])
+    record = {"class_accuracy": totals.sums["right_classes"] / labels}
+    # If classes are the only objective, their loss is the step's.
+    if "class" in totals.sums:
+        record["class_loss"] = totals.sums["class"] / labels
+    return record
 
 
 def mtp_record(totals: StepTotals, counts: Counts) -> Record:

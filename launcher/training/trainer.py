@@ -136,7 +136,7 @@ class Trainer:
             run.validation.shares(run.place, run.place_source),
             run.device,
             seq_len=run.config.data.seq_len,
-            vocab_size=run.model.vocab_size,
+            vocab_size=run.model.head_rows or run.model.classes,
             bytes_per_token=run.validation.bytes_per_token,
             source_names=run.validation.source_names,
             should_stop=lambda: self.progress.stop_requested or any_rank_requested_stop(run.stop),

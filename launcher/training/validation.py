@@ -39,7 +39,7 @@ def validate(
     Return None if ``should_stop`` interrupts it. All ranks call ``should_stop`` before each micro-batch, with the same
     result.
 
-    ``bytes_per_token`` is this data's mean number of text bytes per token, if known; ``source_names`` are the names for
+    ``vocab_size`` is the number of different targets. ``bytes_per_token`` is this data's mean number of text bytes per token, if known; ``source_names`` are the names for
     the numbers in ``Batch.sources``. ``shards`` are this rank's tokens from each micro-batch, which ``task`` reads on
     ``device``. Sums are float64, so the loss depends on the number of ranks by rounding only.
     """
@@ -49,12 +49,14 @@ def validate(
     nll_by_source = torch.zeros(len(source_names), dtype=torch.float64)
     targets_by_source = torch.zeros(len(source_names), dtype=torch.int64)
     histogram = torch.zeros(vocab_size, dtype=torch.int64)
+    right, is_class = torch.zeros(1, dtype=torch.int64), False
     for shard in shards:
         if should_stop():
             return None
         batch = shard.unpack(device, task.prepare)
         # float64 on the CPU: in float32 bincount loses a token's loss once a bin holds millions of them.
-        nll = task.token_nll(batch).flatten().double().cpu()
+        scores = task.score(batch)
+        nll = scores.nll_Bt.flatten().double().cpu()
         targets, positions = (x.flatten().cpu() for x in (batch.targets, batch.positions))
         is_target = targets != IGNORED_TARGET
         # Positions are passed along with the tokens, so any layout counts them into the same bins.
@@ -67,7 +69,10 @@ def validate(
             nll_by_source += torch.bincount(sources, nll[is_target], minlength=len(source_names))
             targets_by_source += torch.bincount(sources, minlength=len(source_names))
         histogram += torch.bincount(targets[is_target], minlength=vocab_size)
-    for total in (nll_by_bin, targets_by_bin, nll_by_source, targets_by_source, histogram):
+        if scores.right_Bt is not None:
+            is_class = True
+            right += scores.right_Bt.sum().cpu()
+    for total in (nll_by_bin, targets_by_bin, nll_by_source, targets_by_source, histogram, right):
         sum_over_ranks(total)
     num_targets = int(targets_by_bin.sum())
     loss = float(nll_by_bin.sum()) / num_targets if num_targets else None
@@ -82,6 +87,8 @@ def validate(
         "num_targets": num_targets,
         "loss_by_position": _by_position(edges, seq_len, nll_by_bin, targets_by_bin),
     }
+    if is_class and num_targets:
+        record["class_accuracy"] = int(right) / num_targets
     # For a mixture with one source it equals the loss.
     if len(source_names) > 1:
         record["loss_by_source"] = _by_source(source_names, nll_by_source, targets_by_source)

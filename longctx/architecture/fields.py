@@ -337,11 +337,13 @@ class ModelFields(
     @property
     def predicts_tokens(self) -> bool:
         """True if the model has a token head."""
-        return self.vocab_size > 0 and self.token_head
+        return self.head_rows > 0
 
     @property
     def head_rows(self) -> int:
-        """Output head rows: one logit for each id below this number."""
+        """Output head rows: one logit for each id below this number; 0 without a token head."""
+        if not self.token_head:
+            return 0
         return self.output_vocab_size or self.vocab_size
 
     @property

@@ -69,7 +69,7 @@ def count_matrices(config: ModelFields, *, active: bool = False, uses: bool = Fa
     E = config.embedding_dim
     # An MTP block projects [hidden state, next token's embedding] from 2·M to M.
     counts["mtp"] = 2 * config.mtp_layers * config.hidden_size**2
-    counts["embedding"] = config.vocab_size * E
+    counts["embedding"] = config.vocab_size * E + config.image.pixel_bytes * E
     if not config.tie_embeddings:
         counts["head"] = config.head_rows * E
     if config.embedding_size:
@@ -77,17 +77,19 @@ def count_matrices(config: ModelFields, *, active: bool = False, uses: bool = Fa
         counts["embedding"] += E * config.hidden_size * (2 if config.encoder_layers else 1)
     if config.head_transform:
         counts["head"] += config.hidden_size * E
-    if config.pair_head != "none":
-        counts["head"] += pair_head_size(config)
+    counts["head"] += document_head_size(config)
     if active:
         counts["routed_experts"] = _active(config, counts["routed_experts"])
     return {name: counts[name] for name in COMPONENTS if name != "norms"}
 
 
-def pair_head_size(config: ModelFields) -> int:
-    """Count the pair head's matrix weights, which apply only to a document's first token."""
-    # BERT's pooler (M × M), then two logits.
-    return config.hidden_size * (config.hidden_size + 2)
+def document_head_size(config: ModelFields) -> int:
+    """Count the matrix weights of pair head and class head, which apply once per document."""
+    size = config.hidden_size * config.classes
+    if config.pair_head != "none":
+        # BERT's pooler (M × M), then two logits.
+        size += config.hidden_size * (config.hidden_size + 2)
+    return size
 
 
 def _active(config: ModelFields, routed: int) -> int:
@@ -134,6 +136,9 @@ def _add_front(config: ModelFields, counts: Counter[str]) -> None:
     """Add the parameters before the first layer, without matrices."""
     E = config.embedding_dim
     counts["embedding"] += config.segments * E
+    if config.image.patch:
+        # The patch projection's bias, and the class token.
+        counts["embedding"] += E * (1 + config.image.class_token)
     if config.embedding_size:
         counts["embedding"] += config.hidden_size
     if config.embedding_norm:
@@ -150,6 +155,7 @@ def _add_head(config: ModelFields, counts: Counter[str]) -> None:
         counts["head"] += config.head_rows
     if config.pair_head != "none":
         counts["head"] += config.hidden_size + 2
+    counts["head"] += config.classes * config.class_bias
 
 
 def widest_ffn(config: ModelFields) -> int:

@@ -14,7 +14,7 @@ from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.decoder import Decoder
 from longctx.objectives.document_labels import LabelledDocuments, ReduceSums, label_logits, label_sums
 from longctx.objectives.routed_task import RoutedTask, hidden_states, identity, router_terms
-from longctx.objectives.task import Countable, Term
+from longctx.objectives.task import Countable, Term, TokenScores
 
 
 class Classes(RoutedTask):
@@ -34,7 +34,7 @@ class Classes(RoutedTask):
         super().__init__(network, reduce_counts)
         self.reduce_sums = reduce_sums if network.config.class_pool == "mean" else None
         self.label_smoothing = label_smoothing
-        terms = [Term("objective", "labels", 1.0), Term("nll", "labels"), Term("right", "labels")]
+        terms = [Term("objective", "labels", 1.0), Term("nll", "labels"), Term("right_classes", "labels")]
         self.terms = (*terms, *router_terms(network.config))
 
     def denominators(self, batch: Countable) -> dict[str, int]:
@@ -55,16 +55,24 @@ class Classes(RoutedTask):
     ) -> dict[str, Tensor]:
         documents = LabelledDocuments.of(batch)
         logits_FC = self._logits(found, batch, documents, stream)
-        return label_sums(logits_FC, documents, label_smoothing=self.label_smoothing)
+        sums = label_sums(logits_FC, documents, label_smoothing=self.label_smoothing)
+        return {"objective": sums.objective, "nll": sums.nll, "right_classes": sums.right}
 
-    @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:
         """Return each document's negative log-likelihood at its first token [B, t], without gradient; 0 elsewhere."""
+        return self.score(batch).nll_Bt
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> TokenScores:
         documents = LabelledDocuments.of(batch)
         logits_FC = self._logits(hidden_states(self.network, batch), batch, documents)
         nll_F = torch.nn.functional.cross_entropy(logits_FC, documents.labels_F, reduction="none")
-        nll_N = nll_F.new_zeros(batch.targets.numel()).index_copy_(0, documents.indices_F, nll_F)
-        return nll_N.view_as(batch.targets)
+        right_F = logits_FC.argmax(1) == documents.labels_F
+        nll_Bt, right_Bt = (
+            x_F.new_zeros(batch.targets.numel()).index_copy_(0, documents.indices_F, x_F).view_as(batch.targets)
+            for x_F in (nll_F, right_F)
+        )
+        return TokenScores(nll_Bt, right_Bt)
 
     def _logits(
         self, hidden_BtM: Tensor, batch: Batch, documents: LabelledDocuments, stream: ResidualStream | None = None

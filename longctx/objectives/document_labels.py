@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,14 +71,25 @@ def label_logits(
     return logits_FC.to(accumulate_dtype(logits_FC.dtype))
 
 
-def label_sums(logits_FC: Tensor, documents: LabelledDocuments, *, label_smoothing: float = 0.0) -> dict[str, Tensor]:
-    """Return the smoothed cross-entropy, the plain one without gradient, and the number of correct predictions."""
+class LabelSums(NamedTuple):
+    """Sums over labelled documents, float32."""
+
+    objective: Tensor
+    """Label-smoothed negative log-likelihood."""
+    nll: Tensor
+    """Negative log-likelihood, without gradient."""
+    right: Tensor
+    """Number of correct predictions."""
+
+
+def label_sums(logits_FC: Tensor, documents: LabelledDocuments, *, label_smoothing: float = 0.0) -> LabelSums:
+    """Return a head's sums over this rank's labelled documents."""
     labels_F = documents.labels_F
     loss = functional.cross_entropy(logits_FC, labels_F, reduction="sum", label_smoothing=label_smoothing)
     nll = loss.detach()
     if label_smoothing:
         nll = functional.cross_entropy(logits_FC.detach(), labels_F, reduction="sum")
-    return {"objective": loss, "nll": nll, "right": (logits_FC.argmax(1) == labels_F).sum().float()}
+    return LabelSums(loss, nll, (logits_FC.argmax(1) == labels_F).sum().float())
 
 
 def _first_tokens(batch: Batch, documents: LabelledDocuments) -> TokenPool:

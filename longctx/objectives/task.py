@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -50,6 +50,15 @@ class LossSum:
         if self.counts_LE is None or self.diagnostics is None:
             return tensors
         return tensors + (self.counts_LE,) + tuple(self.diagnostics)  # noqa: RUF005
+
+
+class TokenScores(NamedTuple):
+    """Scores of a batch's targets."""
+
+    nll_Bt: Tensor
+    """Negative log-likelihood [B, t], float32, without gradient; 0 if the target is ignored."""
+    right_Bt: Tensor | None = None
+    """True if the target is the most likely prediction, bool [B, t]; None if that was not computed."""
 
 
 class Countable(Protocol):
@@ -97,6 +106,10 @@ class Task(nn.Module):
         Validation sums these by position and source.
         """
         raise NotImplementedError
+
+    def score(self, batch: Batch) -> TokenScores:
+        """Return the targets' negative log-likelihoods, for classes also whether they are the most likely ones."""
+        return TokenScores(self.token_nll(batch))
 
     def prepare(self, stream: Stream) -> Batch:
         """Build a stream's batch: create the targets on the stream's device.

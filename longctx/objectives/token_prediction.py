@@ -166,11 +166,11 @@ class TokenPrediction(RoutedTask):
         network, documents, sums = self.network, LabelledDocuments.of(batch), dict[str, Tensor]()
         if network.pair_head is not None:
             found = label_sums(label_logits(network, network.pair_head, hidden_BtM, batch, documents, None), documents)
-            sums |= {"pair": found["objective"], "right_pairs": found["right"]}
+            sums |= {"pair": found.objective, "right_pairs": found.right}
         if network.class_head is not None:
             logits_FC = label_logits(network, network.class_head, hidden_BtM, batch, documents, self.reduce_sums)
             found = label_sums(logits_FC, documents)
-            sums |= {"class": found["objective"], "right_classes": found["right"]}
+            sums |= {"class": found.objective, "right_classes": found.right}
         return sums
 
     @torch.no_grad()

@@ -168,13 +168,13 @@ def test_ranks_read_equal_bits_and_a_run_goes_on_to_them(folder, kind, layout, d
         again = loader_of(folder, kind, **options)
         again.load_state_dict(state)
         repeated = next(again)
-        for name in ("tokens", "targets", "segments", "order"):
+        for name in ("tokens", "targets", "segments", "labels"):
             assert torch.equal(getattr(repeated, name), getattr(batch, name))
         flat, num_labels = batch.flatten_rows(), 0
         for rank, loader in enumerate(ranks):
             share = loader.take(place(rank)).share
             got = share.unpack()
-            for name in ("tokens", "targets", "segments", "order"):
+            for name in ("tokens", "targets", "segments", "labels"):
                 assert torch.equal(getattr(got, name), got.placement.split(getattr(flat, name), rank, 1)), name
             assert share.num_labels == got.num_labels == len(got.label_indices)
             assert (got.labels.flatten()[got.label_indices] != IGNORED_TARGET).all()

@@ -1,0 +1,194 @@
+"""Models of images over ranks: every gradient against one process, and training in all ZeRO stages."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longctx.batch import Batch, Stream
+from longctx.config import ModelConfig
+from longctx.model.decoder import Decoder
+from longctx.model.training_pass import Execution, TrainingPass
+from longctx.objectives.build import Objective, build_objective
+from longctx.objectives.task import Task
+from parallel.comm.world import sum_over_ranks
+from parallel.layout.sequence import KINDS, SequenceLayout
+from parallel.loss import count_step
+from parallel.mesh import Mesh
+from parallel.parallelize import build_parallel_model
+from parallel.zero.optimizer import OptimizerOptions
+from parallel.zero.zero_engine import ZeroEngine
+from tests.helpers import on_ranks, run_distributed
+from tests.longctx.image_samples import PATCHES, igpt_config, image_stream, vit_config
+from tests.longctx.samples import gradients, randomize
+from tests.parallel.attention.test_attention import ways
+
+DENSE = {"num_experts": 0, "shared_ffn_size": 0}
+CLASSES, BOTH = Objective("classes", label_smoothing=0.1), Objective("causal", class_weight=0.7)
+MODELS: dict[str, tuple[ModelConfig, Objective]] = {
+    "class token": (vit_config(**DENSE, residual_dropout=0.1), CLASSES),
+    "means": (vit_config(replace(PATCHES, class_token=False), **DENSE, class_pool="mean", max_positions=15), CLASSES),
+    "means of experts": (vit_config(class_pool="mean"), CLASSES),
+    "pixels": (igpt_config(), Objective("causal")),
+    "classes of pixels": (
+        igpt_config(**DENSE, classes=5, class_pool="mean", class_bias=False, token_head=False, output_vocab_size=0),
+        CLASSES,
+    ),
+    "pixels and classes": (igpt_config(**DENSE, classes=5, class_pool="mean"), BOTH),
+}
+ROW = 96
+"""Tokens of a row of five or six images with its padding, which 1 to 4 ranks divide in every layout."""
+
+
+def stream_of(config: ModelConfig, seed: int = 0) -> Stream:
+    count = 5
+    return image_stream(config, count, padding=ROW - count * config.image.num_tokens, seed=seed)[0]
+
+
+def split(stream: Stream, mesh: Mesh, layout: str, *, causal: bool) -> Stream:
+    """This rank's tokens."""
+    place = SequenceLayout.build(layout, ROW, mesh.context, stream.documents, mesh.ulysses, causal=causal)
+    return replace(stream.map_tokens(lambda x: place.split(x, mesh.context_rank, 1)), placement=place)
+
+
+def step(task: Task, stream: Stream) -> dict[str, torch.Tensor]:
+    """All sums, and every gradient of the loss for counts of 10, of one rank."""
+    randomize(task)
+    sums = task.loss_sum(task.double()(task.prepare(stream), TrainingPass(seed=3)))
+    task.loss(sums, dict.fromkeys(("targets", "labels", "tokens"), 10)).backward()
+    return {**{name: x.detach().double() for name, x in sums.sums.items()}, **gradients(task)}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("world_size", "how_many"), [(3, 3), *(pytest.param(n, 40, marks=pytest.mark.slow) for n in (1, 2, 3, 4))]
+)
+def test_every_layout_gives_the_gradients_of_one_process(world_size, how_many):
+    run_distributed(check_models, world_size, how_many, timeout=500.0)
+
+
+def check_models(how_many: int):
+    """So many cases of each way to share sequences."""
+    world, wanted = dist.get_world_size(), {}
+    cases = list(itertools.product(MODELS, KINDS, ("all", "attention", "inputs"), (0, 5)))
+    for way in ways(world):
+        axes = {name: way[name] for name in ("ulysses", "ranks_per_node") if name in way}
+        mesh = Mesh.build(context=world, **axes)
+        for name, layout, keep, chunk_tokens in random.Random(str(way)).sample(cases, how_many):
+            config, objective = MODELS[name]
+            if name == "pixels and classes":
+                chunk_tokens = 0
+            if name not in wanted:
+                wanted[name] = step(build_objective(Decoder(config), objective), stream_of(config))
+            model = build_parallel_model(
+                config,
+                mesh,
+                layout=layout,
+                kernel="blockwise",
+                transport=way.get("transport", "auto"),
+                execution=Execution(keep, chunk_tokens=chunk_tokens),
+                objective=objective,
+            )
+            got = step(model, split(stream_of(config), mesh, layout, causal=config.causal))
+            # A gradient that is 0 in theory (a bias of keys without rotation) is the rounding of others' sizes.
+            least = 1e-3 * max(value.abs().max() for key, value in wanted[name].items() if "." in key)
+            for key, value in wanted[name].items():
+                if world > 1:
+                    dist.all_reduce(got[key])
+                error = (got[key] - value).abs().max() / value.abs().max().clamp(min=least)
+                assert error <= 1e-12, f"{name}, {layout}, {way}, {keep}, {chunk_tokens}: {key} {error}"
+
+
+STEPS, CLIP, LR = 3, 0.5, 1e-3
+
+
+def step_streams(config: ModelConfig, number: int) -> list[Stream]:
+    return [stream_of(config, seed=4 * number + row) for row in range(4)]
+
+
+def train_alone(config: ModelConfig, objective: Objective) -> tuple[list[float], list[float]]:
+    """Loss and gradient norm of each step in one process, by PyTorch's AdamW."""
+    task = build_objective(Decoder(config), objective)
+    groups = [
+        {"params": [p for p in task.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in task.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    losses, norms = [], []
+    for number in range(STEPS):
+        batches = [task.prepare(stream) for stream in step_streams(config, number)]
+        counts = task.count(batches)
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in batches:
+            sums = task.loss_sum(task(batch))
+            task.loss(sums, counts).backward()
+            total += float(sums[task.reported])
+        norms.append(float(torch.nn.utils.clip_grad_norm_(task.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(total / task.num_loss_tokens(counts))
+    return losses, norms
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["class token", "means", "pixels and classes"])
+@pytest.mark.parametrize(
+    ("world_size", "context", "stages"),
+    [
+        (2, 2, (3,)),
+        *(
+            pytest.param(n, c, (0, 1, 2, 3), marks=pytest.mark.slow)
+            for n, c in ((1, 1), (2, 2), (3, 3), (4, 2), (4, 4))
+        ),
+    ],
+)
+@on_ranks("world_size", timeout=500)
+def test_every_stage_trains_like_one_process(name, context, stages):
+    config, objective = MODELS[name]
+    config = replace(config, residual_dropout=0.0, init_std=0.05)
+    wanted_losses, wanted_norms = train_alone(config, objective)
+    assert min(wanted_norms) > CLIP, "clipping must be active"
+    mesh = Mesh.build(context=context)
+    chunks = (0, 0, 0, 0) if name == "pixels and classes" else (7, 0, 16, 0)
+    for stage, keep, chunk_tokens in zip(stages, itertools.cycle(("attention", "all", "inputs")), chunks):
+        model = build_parallel_model(
+            config, mesh, layout="zigzag", execution=Execution(keep, chunk_tokens=chunk_tokens), objective=objective
+        )
+        engine = ZeroEngine(
+            model,
+            stage=stage,
+            dtype=torch.float32,
+            accumulation=4 // mesh.data,
+            options=OptimizerOptions(clip_norm=CLIP),
+        )
+        losses, norms = [], []
+        for number in range(STEPS):
+            rows = step_streams(config, number)[mesh.data_rank :: mesh.data]
+            mine = [split(row, mesh, "zigzag", causal=config.causal) for row in rows]
+            counts = count_step(engine.model, mine)
+            total = torch.zeros((), dtype=torch.float64)
+            for stream in mine:
+                loss = engine.forward(engine.model.prepare(stream))
+                total += loss[model.reported].double()
+                engine.backward(engine.model.loss(loss, counts))
+            norms.append(engine.step(LR))
+            losses.append(float(sum_over_ranks(total)) / model.num_loss_tokens(counts))
+        for got, want in ((losses, wanted_losses), (norms, wanted_norms)):
+            error = max(abs(a - b) / b for a, b in zip(got, want, strict=True))
+            assert error <= 3e-7, f"ZeRO {stage}, context {context}, {keep}: {got} instead of {want}"
+
+
+def test_the_batch_is_padded_and_split_with_its_pixels():
+    config = MODELS["class token"][0]
+    whole = stream_of(config).padded(ROW + 7)
+    assert isinstance(whole, Stream)
+    assert not isinstance(whole, Batch)
+    assert whole.pixels is not None
+    assert whole.pixels.shape == (1, ROW + 7, PATCHES.pixel_bytes)
+    assert not whole.pixels[0, -7:].any()
+    assert whole.num_labels == 5
