@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from launcher.checkpoint.start_weights import StartWeights
 from launcher.config.model_section import MAY_CHANGE, fixed_differences, model_changes
 from longctx.checkpoint_format import CheckpointReader, model_config
 from longctx.config import ModelConfig
@@ -33,33 +34,40 @@ def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> Che
     def check(reader: CheckpointReader) -> None:
         check_same_model(reader, model)
         _check_optimizer(reader, engine)
+        _check_shapes(reader, {name: reader.shape(name) for name in reader.names()}, engine)
 
-    reader = _open_and_validate(folder, engine, check, _TRY_ANOTHER)
+    reader = _open_and_validate(folder, check, _TRY_ANOTHER)
     # Imported and upcycled checkpoints have only weights.
-    _fill(engine, reader, _TRY_ANOTHER, step=_optimizer_steps(reader), moments=len(reader.roles) > 1)
+    steps = _optimizer_steps(reader)
+    _fill(engine, reader, reader.read_into, _TRY_ANOTHER, step=steps, moments=len(reader.roles) > 1)
     return reader
 
 
-def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig) -> None:
-    """Load only weights, with a fresh optimizer at step 0. Collective.
+def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig, *, seed: int) -> None:
+    """Load only weights, with a fresh optimizer at step 0; ``seed`` is for weights that the checkpoint lacks.
+    Collective.
 
-    Checks are those in ``load_checkpoint``, except that context-length fields may differ from the checkpoint's:
-    ``rope`` (position scaling, not which channels rotate), ``max_positions`` and ``window``.
+    Checks are those in ``load_checkpoint``, except for fields that a start may change (``fixed_differences``).
     """
-    reader = _open_and_validate(folder, engine, lambda reader: check_start_from(reader, model), _COPY_AGAIN)
-    _fill(engine, reader, _COPY_AGAIN, step=0, moments=False)
+    shapes = {name: tuple(shape) for name, shape in engine.shapes.items()}
+
+    def check(reader: CheckpointReader) -> None:
+        check_start_from(reader, model)
+        _check_shapes(reader, StartWeights(reader, model, shapes, seed).stored_shapes(), engine)
+
+    reader = _open_and_validate(folder, check, _COPY_AGAIN)
+    weights = StartWeights(reader, model, shapes, seed)
+    _fill(engine, reader, weights.read_into, _COPY_AGAIN, step=0, moments=False)
+    weights.log_changes()
 
 
-def _open_and_validate(
-    folder: Path, engine: ZeroEngine, check: Callable[[CheckpointReader], None], hint: str
-) -> CheckpointReader:
+def _open_and_validate(folder: Path, check: Callable[[CheckpointReader], None], hint: str) -> CheckpointReader:
     """Open a checkpoint. Raise CheckpointError on all ranks if manifest, shapes or files are invalid. Collective."""
 
     def read_and_check() -> CheckpointReader:
         # Cheap checks first: the manifest, then shapes, then files.
         reader = CheckpointReader(folder, past_cache=True)
         check(reader)
-        _check_shapes(reader, engine)
         _check_files(reader, hint)
         return reader
 
@@ -138,10 +146,9 @@ def _check_optimizer(reader: CheckpointReader, engine: ZeroEngine) -> None:
     )
 
 
-def _check_shapes(reader: CheckpointReader, engine: ZeroEngine) -> None:
-    """Raise CheckpointError unless the tensor names and shapes equal the engine's."""
+def _check_shapes(reader: CheckpointReader, stored: dict[str, tuple[int, ...]], engine: ZeroEngine) -> None:
+    """Raise CheckpointError unless the ``stored`` tensors' names and shapes equal the engine's."""
     shapes = {name: tuple(shape) for name, shape in engine.shapes.items()}
-    stored = {name: reader.shape(name) for name in reader.names()}
     if shapes != stored:
         mismatches = sorted(set(shapes.items()) ^ set(stored.items()))[:6]
         raise CheckpointError(f"{reader.folder}: tensors do not match the model's: {mismatches}.")
@@ -160,8 +167,16 @@ def _check_files(reader: CheckpointReader, hint: str) -> None:
         raise CheckpointError(f"{reader.folder}: {'; '.join(problems)}.\n{hint}")
 
 
-def _fill(engine: ZeroEngine, reader: CheckpointReader, hint: str, *, step: int, moments: bool) -> None:
-    """Fill the engine from a save by any number of ranks at any ZeRO stage: each rank reads the ranges it owns.
+def _fill(
+    engine: ZeroEngine,
+    reader: CheckpointReader,
+    read: Callable[[str, str, int, Tensor], None],
+    hint: str,
+    *,
+    step: int,
+    moments: bool,
+) -> None:
+    """Fill the engine by ``read`` from a save by any number of ranks at any ZeRO stage: each rank reads its ranges.
 
     Raise CheckpointError on all ranks if any of them finds damage. Collective.
     """
@@ -169,7 +184,7 @@ def _fill(engine: ZeroEngine, reader: CheckpointReader, hint: str, *, step: int,
 
     def read_into(name: str, role: str, start: int, out: Tensor) -> None:
         try:
-            reader.read_into(name, role, start, out)
+            read(name, role, start, out)
         except CheckpointError as error:
             # The other ranks are about to enter collectives: this rank joins them and reports the damage afterwards.
             # NaN keeps the unread values from being mistaken for weights.

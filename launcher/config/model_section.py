@@ -18,12 +18,15 @@ SHAPE_OF_ROPE = ("partial", "interleaved")
 RESOLUTION = ("height", "width")
 """Keys in ``image`` that may change: learned positions are interpolated (``longctx/model/position_grid.py``)."""
 
+CLASS_HEAD = ("classes", "class_pool", "class_bias", "token_head")
+"""Keys that may change for another task: a new class head, with or without the token head."""
+
 _KEPT_BY_ANOTHER_KIND = ("theta", "original_max_positions", *SHAPE_OF_ROPE)
 """Keys in ``rope`` that every kind reads; the others configure one kind's scaling."""
 
 MAY_CHANGE = (
-    "A run that starts from it may change model.max_positions, model.window, the scaling in model.rope, and the height "
-    "and width of images in patches."
+    "A run that starts from it may change model.max_positions, model.window, the scaling in model.rope, the height and "
+    "width of images in patches, and the class head."
 )
 
 
@@ -179,6 +182,9 @@ def fixed_differences(saved: ModelConfig, current: ModelConfig) -> dict[str, tup
         kinds = saved.rope.kind, current.rope.kind
         if current.rope.partial != 1 and (kinds[0] == "proportional") != (kinds[1] == "proportional"):
             fixed["rope.kind"] = kinds
+    # A class head with other classes is initialized anew, and a head that the model lacks is not read.
+    for name in CLASS_HEAD:
+        fixed.pop(name, None)
     if "image" in fixed:
         del fixed["image"]
         for name, values in _changed_fields(saved.image, current.image).items():

@@ -140,7 +140,7 @@ def set_weights(origin: RunOrigin, engine: ZeroEngine, model: ModelConfig, *, se
     if origin.kind == "resumed":
         return _resume(origin, engine, model)
     if origin.kind == "started":
-        _start(origin, engine, model)
+        _start(origin, engine, model, seed=seed)
     else:
         engine.initialize(seed)
     return Progress()
@@ -158,7 +158,7 @@ def _resume(origin: RunOrigin, engine: ZeroEngine, model: ModelConfig) -> Progre
     return Progress(step=origin.step, expert_load_LE=load_LE, history=History.of(training), validation_due=due)
 
 
-def _start(origin: RunOrigin, engine: ZeroEngine, model: ModelConfig) -> None:
+def _start(origin: RunOrigin, engine: ZeroEngine, model: ModelConfig, *, seed: int) -> None:
     assert origin.folder is not None
-    load_weights(origin.folder, engine, model)
+    load_weights(origin.folder, engine, model, seed=seed)
     log.info("Started from the weights in %s.", origin.folder)

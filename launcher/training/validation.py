@@ -39,9 +39,10 @@ def validate(
     Return None if ``should_stop`` interrupts it. All ranks call ``should_stop`` before each micro-batch, with the same
     result.
 
-    ``vocab_size`` is the number of different targets. ``bytes_per_token`` is this data's mean number of text bytes per token, if known; ``source_names`` are the names for
-    the numbers in ``Batch.sources``. ``shards`` are this rank's tokens from each micro-batch, which ``task`` reads on
-    ``device``. Sums are float64, so the loss depends on the number of ranks by rounding only.
+    ``vocab_size`` bounds the targets. ``bytes_per_token`` is this data's mean number of text bytes per token, if known;
+    ``source_names`` are the names for the numbers in ``Batch.sources``. ``shards`` are this rank's tokens from each
+    micro-batch, which ``task`` reads on ``device``. Sums are float64, so the loss depends on the number of ranks by
+    rounding only.
     """
     edges = position_edges(seq_len)
     nll_by_bin = torch.zeros(len(edges), dtype=torch.float64)

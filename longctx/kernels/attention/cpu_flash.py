@@ -32,7 +32,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.attention_tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.attention.kernel_interface import RULES, Gradients, KernelRequest, ScoreRules, merge_
 from longctx.kernels.attention.sinks import apply_sinks
-from longctx.kernels.attention.slices import once_per_table, table_slices
+from longctx.kernels.attention.slices import SliceGroup, once_per_table, slice_groups, table_slices
 from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 from longctx.kernels.processor import fastest_matmul_mode
 
@@ -51,6 +51,8 @@ takes 4 to 7 % less time than 1,024-row tiles and 5 to 9 MiB more memory; 4,096 
 more."""
 _ELEMENTS = 1 << 18
 """Maximum elements in a call's query rows, as far as heads can be split: bounds the memory that a call allocates."""
+_GROUP_ROWS = 4096
+"""Maximum query rows and keys of short documents in one call."""
 _PACKED_ROWS = 512
 """Minimum query rows for copying the op's inputs into contiguous memory."""
 _WHOLE = 1 << 30
@@ -95,17 +97,23 @@ class CpuFlashKernel:
         # empty, not zeros: most rows belong to one row block, which writes its result there
         out = q_BtHD.new_empty(shape, dtype=accumulate_dtype(q_BtHD.dtype))
         lse = q_BtHD.new_full(shape[:-1], -torch.inf, dtype=torch.float64)
-        touched = torch.zeros(shape[1], dtype=torch.bool)
-        for block in _blocks(slices, size):
-            block_out, block_lse = op.forward_block(q_BtHD, k_BsKD, v_BsKV, block)
-            if touched[block.q].any():
-                out[:, block.q][:, ~touched[block.q]] = 0  # never written: 0 · NaN is NaN
-                merge_(out[:, block.q], lse[:, block.q], block_out, block_lse)
-            else:
-                out[:, block.q], lse[:, block.q] = block_out, block_lse
-            touched[block.q] = True
+        touched = torch.zeros(1, shape[1], dtype=torch.bool)
+        for group in _groups(slices, len(q_BtHD)):
+            q_NrHD, out_NrHV, lse_NrH, touched_Nr = (
+                _split(x[:, group.queries], group) for x in (q_BtHD, out, lse, touched)
+            )
+            k_NsKD, v_NsKV = (_split(x[:, group.keys], group) for x in (k_BsKD, v_BsKV))
+            for block in _blocks(group, size):
+                block_out, block_lse = op.forward_block(q_NrHD, k_NsKD, v_NsKV, block)
+                is_known = touched_Nr[:, block.q]
+                if is_known.any():
+                    out_NrHV[:, block.q].masked_fill_(~is_known[..., None, None], 0)  # never written: 0 · NaN is NaN
+                    merge_(out_NrHV[:, block.q], lse_NrH[:, block.q], block_out, block_lse)
+                else:
+                    out_NrHV[:, block.q], lse_NrH[:, block.q] = block_out, block_lse
+                touched_Nr[:, block.q] = True
         if not touched.all():
-            out[:, ~touched] = 0
+            out[:, ~touched[0]] = 0
         return out, lse
 
     def forward_newest(
@@ -166,16 +174,22 @@ class CpuFlashKernel:
             size = _GRADIENT_TILE
         elif op.dtype == q_BtHD.dtype:  # native: only results are converted
             size = _NATIVE_GRADIENT_TILE
-        for block in _blocks(slices, size):
-            for h, g in op.head_groups(block, q_BtHD.shape[2], k_BsKD.shape[2]):
-                q = block.q
-                rows = _Rows(dout_BtHV[:, q, h], q_BtHD[:, q, h], out_BtHV[:, q, h], lse_BtH[:, q, h])
-                if power_BtH is not None:
-                    rows = rows._replace(power_BrH=power_BtH[:, q, h])
-                for tile, tile_dq, tile_dk, tile_dv in op.gradients(rows, k_BsKD[:, :, g], v_BsKV[:, :, g], block):
-                    dq[:, q, h] += tile_dq
-                    dk[:, tile.k, g] += tile_dk
-                    dv[:, tile.k, g] += tile_dv
+        for group in _groups(slices, len(q_BtHD)):
+            dout, q, out, lse, dq_NrHD = (
+                _split(x[:, group.queries], group) for x in (dout_BtHV, q_BtHD, out_BtHV, lse_BtH, dq)
+            )
+            power = None if power_BtH is None else _split(power_BtH[:, group.queries], group)
+            k, v, dk_NsKD, dv_NsKV = (_split(x[:, group.keys], group) for x in (k_BsKD, v_BsKV, dk, dv))
+            for block in _blocks(group, size):
+                for h, g in op.head_groups(block, q.shape[2], k.shape[2], group.count):
+                    at = block.q
+                    rows = _Rows(dout[:, at, h], q[:, at, h], out[:, at, h], lse[:, at, h])
+                    if power is not None:
+                        rows = rows._replace(power_BrH=power[:, at, h])
+                    for tile, tile_dq, tile_dk, tile_dv in op.gradients(rows, k[:, :, g], v[:, :, g], block):
+                        dq_NrHD[:, at, h] += tile_dq
+                        dk_NsKD[:, tile.k, g] += tile_dk
+                        dv_NsKV[:, tile.k, g] += tile_dv
         return Gradients(dq, dk, dv)
 
     def _op(self, q_BtHD: Tensor, v_BsKV: Tensor, scores: ScoreRules) -> _Op:
@@ -185,8 +199,22 @@ class CpuFlashKernel:
         return _Op(dtype, (q_BtHD.shape[-1], v_BsKV.shape[-1]), scores.scale)
 
 
-def _blocks(slices: Tensor, size: int) -> Iterator[RowBlock]:
-    return (block for attn_slice in table_slices(slices) for block in row_blocks(attn_slice, rows=size, keys=size))
+def _groups(slices: Tensor, batch: int) -> tuple[SliceGroup, ...]:
+    """Return groups of slices that one call computes as a batch; a batch of its own leaves no room for that."""
+    return slice_groups(slices, _GROUP_ROWS if batch == 1 else 0)
+
+
+def _split(x: Tensor, group: SliceGroup) -> Tensor:
+    """Return a group's rows [1, N·r, …] as a batch of its N slices [N, r, …], a view; a single slice as it is."""
+    if group.count == 1:
+        return x
+    return x[0].unflatten(0, (group.count, -1))
+
+
+def _blocks(group: SliceGroup, size: int) -> Iterator[RowBlock]:
+    """Yield the row blocks of a group's first slice, counted from its first row and key."""
+    first = group.first
+    return row_blocks(first.shifted(queries=-first.q_start, keys=-first.k_start), rows=size, keys=size)
 
 
 @once_per_table
@@ -247,11 +275,13 @@ class _Op(NamedTuple):
         """True if the op's results are less precise than partial results should be."""
         return self.dtype not in (torch.float32, torch.float64)
 
-    def head_groups(self, block: RowBlock, num_heads: int, num_kv_heads: int) -> Iterator[tuple[slice, slice]]:
+    def head_groups(
+        self, block: RowBlock, num_heads: int, num_kv_heads: int, batch: int
+    ) -> Iterator[tuple[slice, slice]]:
         """Yield each backward call's query heads and the key heads they share; the op runs one thread per head."""
         shared = num_heads // num_kv_heads
         # Limit a call's query-row elements, but take enough key heads to give each thread a query head.
-        most = _ELEMENTS // ((block.q.stop - block.q.start) * max(self.sizes))
+        most = _ELEMENTS // (batch * (block.q.stop - block.q.start) * max(self.sizes))
         together = max(most // shared, -(-torch.get_num_threads() // shared), 1)
         for g in range(0, num_kv_heads, together):
             stop = min(g + together, num_kv_heads)

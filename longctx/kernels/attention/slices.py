@@ -127,6 +127,50 @@ def table_slices(table: Tensor) -> tuple[AttentionSlice, ...]:
     return tuple(slices)
 
 
+class SliceGroup(NamedTuple):
+    """Equal slices, one after the other in queries and keys: packed documents of one length, such as images."""
+
+    first: AttentionSlice
+    count: int
+
+    @property
+    def queries(self) -> slice:
+        """Query rows of all slices."""
+        rows = self.first.q_stop - self.first.q_start
+        return slice(self.first.q_start, self.first.q_start + self.count * rows)
+
+    @property
+    def keys(self) -> slice:
+        """Key rows of all slices."""
+        rows = self.first.k_stop - self.first.k_start
+        return slice(self.first.k_start, self.first.k_start + self.count * rows)
+
+    def follows(self, attn_slice: AttentionSlice) -> bool:
+        """Return whether the group's next slice, if it had one more, would be ``attn_slice``."""
+        moved = self.first.shifted(
+            queries=self.queries.stop - self.first.q_start, keys=self.keys.stop - self.first.k_start
+        )
+        return moved == attn_slice
+
+
+@once_per_table
+def slice_groups(table: Tensor, max_rows: int) -> tuple[SliceGroup, ...]:
+    """Join equal neighbouring slices, in order, into groups with at most ``max_rows`` query rows and keys each.
+
+    A longer slice is a group of its own.
+    """
+    groups: list[SliceGroup] = []
+    for attn_slice in table_slices(table):
+        if groups and groups[-1].follows(attn_slice):
+            longer = groups[-1]._replace(count=groups[-1].count + 1)
+            sides = (longer.queries, longer.keys)
+            if max(side.stop - side.start for side in sides) <= max_rows:
+                groups[-1] = longer
+                continue
+        groups.append(SliceGroup(attn_slice, 1))
+    return tuple(groups)
+
+
 def shift_table(table: Tensor, *, queries: int = 0, keys: int = 0) -> Tensor:
     """Return a new table with all query row indices shifted by ``queries`` and key row indices by ``keys``."""
     by = queries - keys  # the change in each i − j
