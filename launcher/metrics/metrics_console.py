@@ -105,6 +105,7 @@ def console_line(
 def _train_parts(record: Mapping[str, Any]) -> dict[str, str]:
     formats = (
         ("loss", lambda x: f"loss {x:.4f}"),
+        ("class_accuracy", lambda x: f"accuracy {x:.1%}"),
         ("grad_norm", lambda x: f"grad {x:.2f}"),
         ("lr", lambda x: f"lr {x:.1e}"),
         ("tokens", lambda x: f"{short_number(x)} tokens"),
@@ -142,7 +143,11 @@ def _validation_parts(record: Mapping[str, Any]) -> dict[str, str]:
         if record["loss"] > entropy:
             side = "above"
         distance = abs(record["loss"] - entropy)
-        parts["frequencies"] = f"{distance:.4f} nats {side} the unigram entropy {entropy:.4f}"
+        name = "the unigram entropy"
+        if record.get("class_accuracy") is not None:
+            parts["class_accuracy"] = f"accuracy {record['class_accuracy']:.1%}"
+            name = "the entropy of the classes"
+        parts["frequencies"] = f"{distance:.4f} nats {side} {name} {entropy:.4f}"
     if record.get("num_targets") is not None:
         parts["num_targets"] = f"{short_number(record['num_targets'])} targets"
     return parts

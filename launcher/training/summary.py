@@ -302,7 +302,8 @@ def _constant_gates(start: Start) -> str:
 
 def _long_rows(start: Start) -> str:
     seq_len, most = start.config.data.seq_len, start.model.max_positions
-    if seq_len <= most:
+    # A row of images holds several, and none is longer than the table.
+    if seq_len <= most or start.model.image.is_used:
         return ""
     return (
         f"data.seq_len={seq_len} exceeds model.max_positions={most}: documents reach positions beyond the model's "
