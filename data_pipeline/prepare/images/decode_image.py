@@ -1,4 +1,4 @@
-"""Image files as arrays, and arrays in another size: the only module that imports Pillow, except for pictures.
+"""Image files as arrays, and arrays in another size.
 
 Files may come from anywhere. Only the formats in ``FORMATS`` are tried, because Pillow reads some others by starting a
 program; Pillow's limit on pixels ends a decompression bomb before its memory is allocated.
