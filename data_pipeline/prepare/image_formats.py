@@ -23,9 +23,9 @@ from longctx.integer_hash import mix64_array
 from longctx.tokenizer.image_tokenizer import ImageTokenizer
 from longctx.tokenizer.tokenizer_base import Tokenizer
 
-_SAMPLED_IMAGES, _SAMPLED_PIXELS = 1024, 1 << 18
+_SAMPLED_IMAGES, _SAMPLED_PIXELS = 1024, 1 << 16
 """Images and pixels in the sample from which a palette is made."""
-_PIXELS_OF_IMAGE = 1 << 12
+_PIXELS_OF_IMAGE = 1 << 10
 """Maximum sampled pixels per image, if there are few images."""
 
 Say = Callable[[str], None]

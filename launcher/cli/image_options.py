@@ -80,7 +80,7 @@ def check_no_image_flags(flags: ImageFlags) -> None:
     """Raise ConfigError for image options in a build of texts."""
     given = changed_options(flags)
     if given:
-        raise ConfigError(f"{', '.join(given)} applies to images. Add --kind images, or leave it out.")
+        raise ConfigError(f"Only images have these options: {', '.join(given)}. Add --kind images, or leave them out.")
 
 
 def check_no_text_options(corpus: CorpusOptions, groups: Sequence[Any], others: Mapping[str, bool]) -> None:
@@ -90,7 +90,9 @@ def check_no_text_options(corpus: CorpusOptions, groups: Sequence[Any], others: 
         given += changed_options(group)
     given += [name for name, is_given in others.items() if is_given]
     if given:
-        raise ConfigError(f"{', '.join(given)} has no effect on images (--kind images). Leave it out.")
+        raise ConfigError(
+            f"These options have no effect on images (--kind images): {', '.join(given)}. Leave them out."
+        )
 
 
 def build_images(

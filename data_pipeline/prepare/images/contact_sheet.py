@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 _COLUMNS = 8
-_CELL, _GAP = 112, 8
+_CELL, _GAP = 128, 8
 """Pixels of a square cell, and between cells."""
 _FONT_PIXELS, _LINE = 13, 20
 """Font size, and height of a line with a name."""
@@ -23,7 +25,8 @@ def draw_sheet(images: Sequence[np.ndarray], names: Sequence[str], title: str) -
     """
     columns = min(_COLUMNS, max(len(images), 1))
     rows = -(-len(images) // columns)
-    font = ImageFont.load_default(_FONT_PIXELS)
+    # Pillow's own font lacks most letters beyond English; this one comes with matplotlib.
+    font = ImageFont.truetype(Path(mpl.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", _FONT_PIXELS)
     width = max(columns * (_CELL + _GAP), int(font.getlength(title)) + _GAP) + _GAP
     sheet = Image.new("RGB", (width, _LINE + _GAP + rows * (_CELL + _LINE + _GAP)), _BACKGROUND)
     draw = ImageDraw.Draw(sheet)
@@ -51,7 +54,7 @@ def _fitted(pixels: np.ndarray) -> Image.Image:
     return image
 
 
-def _shortened(name: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+def _shortened(name: str, font: ImageFont.FreeTypeFont) -> str:
     """Return the name, cut so that it fits under a cell."""
     if font.getlength(name) <= _CELL:
         return name

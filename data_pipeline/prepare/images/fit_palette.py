@@ -16,7 +16,7 @@ from longctx.images.image_format import MOST_COLOURS
 from longctx.integer_hash import mix64
 
 LEAST_COLOURS = 2
-_STEPS = 32
+_STEPS = 24
 """Maximum steps; the error hardly falls after the first dozen."""
 _DISTANCES = 1 << 20
 """Distances computed together: 8 MiB in float64."""
