@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from data_pipeline.image_contents import ImageContents, image_contents
 from data_pipeline.loader import open_order
-from data_pipeline.mixture.file import Mixture, Stage, is_mixture
+from data_pipeline.mixture.file import Mixture, is_mixture
 from data_pipeline.prepare.duplicates.outcome import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.epoch_blocks import BlockPlanner, PackReport
 from data_pipeline.rows.fim_documents import Documents
 from data_pipeline.rows.pack import BEST_FIT, Packing, Piece
-from data_pipeline.rows.packing_checks import check_mixture_sources
 from data_pipeline.rows.row_reader import documents_in
 from data_pipeline.shards.local_copies import LocalCopy, copies_folder, open_folder
 from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest
@@ -75,6 +75,8 @@ class Description:
     """Source and target from the first pair; empty without pairs."""
     packing: PackReport | None
     """Packing in epoch 0 with seed 0 at the requested ``seq_len``; estimated beyond ``PLANNED_DOCUMENTS`` documents."""
+    images: ImageContents | None = None
+    """Shape and classes of images; None for texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,49 +113,6 @@ class RowView:
     pieces: list[PieceView]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceView:
-    """One source in a mixture."""
-
-    name: str
-    folder: str
-    documents: int
-    tokens: int
-    epochs: int | None
-    """Maximum number of epochs; None: no limit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixtureView:
-    """Mixture statistics."""
-
-    sources: list[SourceView]
-    stages: list[Stage]
-    shares: list[tuple[float, ...]]
-    """Token share per source from the start, and then from each stage."""
-
-
-def describe_mixture(path: str | Path) -> MixtureView:
-    """Return a mixture's sources and stages, read from manifests; raise ConfigError or DataError if one is invalid."""
-    mixture = Mixture.load(path)
-    folders = mixture.folders(Path(path).parent)
-    manifests = [Manifest.load(folder) for folder in folders]
-    check_mixture_sources(path, zip((source.name for source in mixture.sources), manifests, strict=True))
-    sources = [
-        SourceView(
-            name=source.name,
-            folder=str(folder),
-            documents=manifest.documents,
-            tokens=manifest.tokens,
-            epochs=source.epochs,
-        )
-        for source, folder, manifest in zip(mixture.sources, folders, manifests, strict=True)
-    ]
-    tokens = [source.tokens for source in sources]
-    shares = [mixture.shares(number, tokens) for number in range(-1, len(mixture.stages))]
-    return MixtureView(sources=sources, stages=list(mixture.stages), shares=shares)
-
-
 def describe(folder: str | Path, *, seq_len: int | None = None, source_seq_len: int = 0) -> Description:
     """Return a shard folder's statistics; with ``seq_len`` also the cost of packing at that length.
 
@@ -170,6 +129,7 @@ def describe(folder: str | Path, *, seq_len: int | None = None, source_seq_len: 
     packing = None
     if seq_len is not None:
         _check_seq_len(seq_len)
+        _check_texts(shards)
         planner = BlockPlanner(shards, seq_len, source_seq_len=source_seq_len)
         packing = planner.report(documents=PLANNED_DOCUMENTS)
     return Description(
@@ -196,6 +156,7 @@ def describe(folder: str | Path, *, seq_len: int | None = None, source_seq_len: 
         longest_source_tokens=shards.longest_document("source") if shards.manifest.has_sources else 0,
         pair=_first_pair(shards),
         packing=packing,
+        images=image_contents(shards) if shards.is_images else None,
     )
 
 
@@ -240,6 +201,7 @@ def show_row(
     """
     _check_seq_len(seq_len)
     shards = ShardSet.open(folder)
+    _check_texts(shards)
     tokenizer = shards.tokenizer()
     planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, source_seq_len=source_seq_len)
     if block is None:
@@ -295,6 +257,7 @@ def decode_rows(
         open_folder=partial(ShardSet.open, verify=False),
     )
     first_folder = folders[0]
+    _check_texts(first_folder)
     corpus, tokenizer = Corpus(folders), first_folder.tokenizer()
     documents = documents_in(folders, order.fim_by_folder)
     # Positions can only be advanced row by row, so skip in batches that bound the memory for skipped rows.
@@ -501,6 +464,15 @@ def _piece_view(shards: ShardSet, tokenizer: Tokenizer, piece: tuple[int, int, i
         source_tokens=source_tokens,
         source=source,
     )
+
+
+def _check_texts(shards: ShardSet) -> None:
+    """Raise DataError for a folder of images: its rows depend on the model, and none is text."""
+    if shards.is_images:
+        raise DataError(
+            f"{shards.folder} contains images: a model's patches or pixels fill the rows, so they are not known here.\n"
+            f"Look at the images: longctx data inspect {shards.folder} --picture images.png"
+        )
 
 
 def _check_seq_len(seq_len: int) -> None:

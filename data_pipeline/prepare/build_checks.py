@@ -6,13 +6,15 @@ from typing import Any
 
 from data_pipeline.prepare.left_out import left_out_lines
 from data_pipeline.prepare.parts.part_record import SPLITS, PartRecord
+from data_pipeline.prepare.parts.part_work import EncodeJob
 from data_pipeline.prepare.parts.pool import usable_cores
-from data_pipeline.prepare.source_items import PAIRS
-from data_pipeline.prepare.sources import TextSource, no_text
+from data_pipeline.prepare.source_items import IMAGES, PAIRS
+from data_pipeline.prepare.sources import TextSource
 from data_pipeline.shards.shard_writer import DEFAULT_SHARD_TOKENS
 from longctx.chat.chat_encoder import REMEDIES
 from longctx.chat.chat_rule import ChatRule
 from longctx.errors import DataError
+from longctx.tokenizer.image_tokenizer import ImageTokenizer
 from longctx.tokenizer.tokenizer_base import Tokenizer
 
 
@@ -22,6 +24,20 @@ def check_paragraphs(source: TextSource) -> None:
         kind = "pairs" if source.fields.kind == PAIRS else "conversations"
         raise DataError(
             f"--paragraphs records paragraph starts in texts, but {source.spec} contains {kind}. Leave it out."
+        )
+
+
+def check_images(source: TextSource, tokenizer: Tokenizer, job: EncodeJob) -> None:
+    """Raise ``DataError`` if source, tokenizer and options are not all for images, or all for texts."""
+    is_format = isinstance(tokenizer, ImageTokenizer)
+    if (source.fields.kind == IMAGES) != is_format or (job.images is not None) != is_format:
+        raise DataError(
+            f"{tokenizer.path} is {'an image format' if is_format else 'a text tokenizer'}, but {source.spec} is read "
+            f"as {source.fields.kind}. Use --kind images with the format of images, and without it a text tokenizer."
+        )
+    if is_format and (job.exact or job.paragraphs or job.parse_special_tokens or job.duplicates.finds):
+        raise DataError(
+            "exact, paragraphs, special tokens and duplicates apply to texts, not to images. Leave them out."
         )
 
 
@@ -74,7 +90,7 @@ def check_splits(records: list[PartRecord], source: TextSource, options: dict[st
     """Raise ``DataError`` if there are no documents to train on."""
     counts = {split: sum(record.splits[split].documents for record in records) for split in SPLITS}
     if not sum(counts.values()):
-        raise DataError(no_text(source.spec, source.left_out))
+        raise DataError(source.no_documents())
     # Possible with a handful of documents; otherwise a run would fail only at its start.
     if not counts["training"]:
         raise DataError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.prepare.build_checks import (
+    check_images,
     check_numbers,
     check_paragraphs,
     check_parsing,
@@ -21,6 +22,7 @@ from data_pipeline.prepare.build_checks import (
 from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule
 from data_pipeline.prepare.duplicates.outcome import DuplicateReport, Outcome, PartDecision, part_file, read_report
 from data_pipeline.prepare.encode_texts import TextMismatch
+from data_pipeline.prepare.images.image_rule import ImageRule
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, read_left_out
 from data_pipeline.prepare.parts.build_engine import BuildContext, Engine, find_duplicates
 from data_pipeline.prepare.parts.part_record import PartRecord
@@ -30,15 +32,16 @@ from data_pipeline.prepare.parts.source_parts import SourcePart, hash_parts, par
 from data_pipeline.prepare.parts.staging import Staging, assemble_folder, open_staging, remove_stale_staging
 from data_pipeline.prepare.parts.worker_messages import PartTask
 from data_pipeline.prepare.publish import check_output_free, send, transfer_folder
-from data_pipeline.prepare.source_items import PAIRS, Progress
+from data_pipeline.prepare.source_items import Progress
 from data_pipeline.prepare.sources import TextSource
-from data_pipeline.shards.manifest import MANIFEST_FILE, PARAGRAPHS, VALIDATION_FOLDER, Manifest, hash_json
+from data_pipeline.shards.manifest import IMAGES, MANIFEST_FILE, PARAGRAPHS, VALIDATION_FOLDER, Manifest, hash_json
 from data_pipeline.shards.shard_compression import PACKED_FILE, CompressedFolder
 from data_pipeline.shards.shard_verification import open_validated
 from data_pipeline.shards.shard_writer import DEFAULT_SHARD_TOKENS
 from data_pipeline.stores.client import list_objects
 from data_pipeline.stores.urls import Location, ObjectPath, locate
 from longctx.chat.chat_rule import ChatRule, chat_options, resolve_time
+from longctx.chat.conversation import FIELDS
 from longctx.chat.tuned_chat_files import with_chat
 from longctx.errors import DataError
 from longctx.files import convert_write_errors
@@ -119,6 +122,7 @@ def build_shards(
     chat: ChatRule | None = None,
     paragraphs: bool = False,
     parse_special_tokens: bool = False,
+    images: ImageRule | None = None,
     comparing: Progress | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] = logger.info,
@@ -143,6 +147,9 @@ def build_shards(
     ``parse_special_tokens``, control tokens in texts become their ids, for conversations that are already rendered.
     With ``paragraphs`` the folder records paragraph starts: after blank lines, or after every line if a text has no
     blank line.
+
+    For images, ``image_formats.choose_format`` returns ``tokenizer`` and ``images``; a hash of the pixels decides the
+    split.
     """
     place = locate(output)
     check_numbers(validation_fraction, shard_tokens, workers)
@@ -160,7 +167,9 @@ def build_shards(
         exact=exact,
         duplicates=duplicates or DuplicateRule(),
         chat=chat,
+        images=images,
     )
+    check_images(source, tokenizer, job)
     build = _Build(
         source=source,
         tokenizer=tokenizer,
@@ -188,6 +197,8 @@ def _options(job: EncodeJob, source: TextSource, tokenizer: Tokenizer) -> dict[s
     }
     if job.chat is not None:
         options["chat"] = chat_options(tokenizer, job.chat)
+    if job.images is not None:
+        options |= job.images.options()
     if job.paragraphs:
         check_paragraphs(source)
         options[PARAGRAPHS] = True
@@ -212,7 +223,7 @@ def _chat_rule(
     source: TextSource, chat: ChatRule | None, tokenizer: Tokenizer, output: Location, *, overwrite: bool
 ) -> ChatRule | None:
     """Return the rule for encoding conversations; None for texts. Raise DataError for an invalid rule."""
-    if source.fields.kind in ("text", PAIRS):
+    if source.fields.kind not in FIELDS:
         if chat is not None:
             raise DataError(f"{source.spec} contains no conversations: chat template and reply options do not apply.")
         return None
@@ -279,7 +290,8 @@ class _Build:
         source, say = self.source, self.say
         # The recipe hash covers everything that determines the output's bytes, including the division into source
         # parts; finished parts are reused only under the same recipe.
-        parts = split_into_parts(source.pieces(), part_bytes(self.job.shard_tokens))
+        most_bytes = part_bytes(self.job.shard_tokens, images=self.job.images is not None)
+        parts = split_into_parts(source.pieces(), most_bytes)
         made_from = {"source": self.sources, "tokenizer": self.tokenizer.fingerprint, "options": self.options}
         recipe = made_from | {"parts": hash_parts(parts)}
         with open_staging(output, recipe, count=len(parts), overwrite=overwrite, say=say) as staging:
@@ -342,6 +354,7 @@ class _Build:
             sources=self.sources,
             options=self.options,
             outcome=outcome,
+            kind=IMAGES if self.job.images is not None else "",
         )
         return differences[:SHOWN_DIFFERENCES]
 

@@ -6,15 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from data_pipeline.stores.urls import Location
 from longctx.chat.conversation import FIELDS, Conversation
 
 PAIRS = "pairs"
 """Record type with a source and a target."""
+IMAGES = "images"
+"""Record type with an image, and a label if there is one."""
 
 
 class FileContentError(Exception):
     """Error from a reader that cannot continue in its file; items yielded before it are valid."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawImage:
+    """An image as its source has it."""
+
+    content: bytes | np.ndarray
+    """Bytes of an image file, or pixels, uint8 [H, W, C]."""
+    label: int | str | None
+    """Class index or name; None if the source has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +43,8 @@ class Document:
     """Messages, if the record is a conversation."""
     pair: tuple[str, str] | None = None
     """Source and target, if the record is a pair."""
+    image: RawImage | None = None
+    """Image, if the record is one; ``text`` is then empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +52,13 @@ class Fields:
     """Fields or columns that make up a document."""
 
     text: str = "text"
-    """Field with the text, or for pairs the target."""
+    """Field with the text, for pairs the target, for images the image."""
     kind: str = "text"
-    """``text``, ``pairs``, or a conversation type: ``messages``, ``conversations`` or ``prompt``."""
+    """``text``, ``pairs``, ``images``, or a conversation type: ``messages``, ``conversations`` or ``prompt``."""
     source: str = ""
     """Field with the source, for pairs."""
+    label: str = ""
+    """Field with the label, for images; empty: labels are not read, wherever they are."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,6 +69,8 @@ class Fields:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fingerprint entry; for texts it equals that of releases without other record types."""
+        if self.kind == IMAGES:
+            return {"format": IMAGES, "image_field": self.text, "label_field": self.label}
         # Fingerprints must stay equal across releases, so only non-default values add keys.
         entry = {"text_field": self.text}
         if self.kind != "text":
@@ -78,7 +98,8 @@ class Format:
     """Format in which a file is read."""
 
     kind: str
-    """``text``, ``lines``, ``json``, ``csv``, ``tsv``, ``parquet``, ``arrow``; for pairs also ``parallel``, ``po``."""
+    """``text``, ``lines``, ``json``, ``csv``, ``tsv``, ``parquet``, ``arrow``; for pairs also ``parallel``, ``po``; for
+    images ``image``, ``idx``, ``parquet``."""
     compression: str = ""
     """``.gz``, ``.bz2``, ``.xz``, ``.zst`` or empty."""
     ending: str = ""
@@ -98,7 +119,7 @@ class File:
     """Bytes on disk."""
     format: Format = field(default_factory=lambda: Format("text"))
     other: File | None = None
-    """File with the other side, if this file's lines are one side of pairs."""
+    """File with the other side if this file's lines are one side of pairs, or with the labels of its images."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,12 +100,16 @@ class SourceReader:
                     else:
                         self.note(problem)
                     continue
-                if item.is_fault and self._read_as.strict:
-                    raise DataError(strict_read_error(self._read_as.spec, item))
-                self.note(item)
+                self.leave_out(item)
             # Readers may stop before the end of a damaged file, so advance by the full size.
             passed += piece.size
             self.bytes_read = passed
+
+    def leave_out(self, skip: Skip) -> None:
+        """Record an unusable item; in strict mode a fault raises ``DataError``."""
+        if skip.is_fault and self._read_as.strict:
+            raise DataError(strict_read_error(self._read_as.spec, skip))
+        self.note(skip)
 
     def note(self, skip: Skip) -> None:
         """Count a skip, log it, and pass it on."""

@@ -95,7 +95,11 @@ class TextSource:
         # Update only now, so that an interrupted read leaves no partial count.
         self.left_out = reader.left_out
         if not num_documents:
-            raise DataError(no_text(self.spec, self.left_out))
+            raise DataError(self.no_documents())
+
+    def no_documents(self) -> str:
+        """Return the error message for a source that gave no documents."""
+        return no_text(self.spec, self.left_out)
 
     def pieces(self) -> list[FilePiece]:
         """Return the files in order, with large ones split into file pieces of complete records if their format permits
@@ -242,7 +246,7 @@ def open_source(
     ambiguous whether the files contain conversations, or if most of the source lacks the requested fields and no other
     file has them.
     """
-    kind, root = _locate(spec)
+    kind, root = locate_source(spec)
     selection = Selection(include=include, exclude=exclude, as_text=as_text, as_json=as_json)
     # A store has no links to follow.
     if isinstance(root, ObjectPath):
@@ -349,7 +353,7 @@ def _describe_faulty(reasons: Sequence[str], *, files: list[File], candidates: l
 # --------------------------------------------------------------------------------------------------------- locations
 
 
-def _locate(spec: str | Path) -> tuple[str, Location]:
+def locate_source(spec: str | Path) -> tuple[str, Location]:
     """Return the kind and location of a source; raise ``DataError`` if it does not exist."""
     if spec == "stdlib":
         return "stdlib", Path(sysconfig.get_path("stdlib"))

@@ -356,6 +356,10 @@ class Corpus:
         self.first_documents = self.first_document[:-1]
         first = self.folders[0]
         for shards in self.folders[1:]:
+            if shards.is_images != first.is_images:
+                raise DataError(
+                    f"One of {first.folder} and {shards.folder} contains images, the other texts. Read only one kind."
+                )
             if shards.manifest.tokenizer != first.manifest.tokenizer:
                 raise DataError(
                     f"{first.folder} and {shards.folder} were built with different tokenizers, so their ids "

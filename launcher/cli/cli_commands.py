@@ -30,6 +30,7 @@ from launcher.cli import (
     doctor,
     evaluate_command,
     generate_command,
+    inspect_command,
     plan_command,
     practice_command,
     report_command,
@@ -80,9 +81,10 @@ COMMANDS = {
         (
             "--source stdlib --tokenizer runs/tokenizer.model --output runs/data",
             "--without 00007.arrow --output runs/data",
+            "--kind images --source photos --image-size 32 --output runs/images",
         ),
     ),
-    "data inspect": CliCommand(data_command.inspect, ("runs/data --seq-len 4096 --row 0",)),
+    "data inspect": CliCommand(inspect_command.inspect, ("runs/data --seq-len 4096 --row 0",)),
     "data verify": CliCommand(data_command.verify_shards, ("runs/data",)),
     "data pack": CliCommand(data_command.pack_shards, ("runs/data --output s3://bucket/data",)),
     "data plan": CliCommand(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
-from launcher.cli.cli_output import human_bytes, note, print_line
+from launcher.cli.cli_output import byte_rate, human_bytes, note, print_line, progress
 from launcher.cli.shared_options import RepeatedValues, flatten_values
 from launcher.wording import format_count
 from longctx.errors import ConfigError
@@ -193,6 +193,12 @@ class Duplicates:
             shingle_size=self.shingle_size,
             permutations=self.permutations,
         )
+
+
+def hash_source(source: TextSource) -> None:
+    """Hash a source's files, which takes minutes for a large one."""
+    with progress(f"checking {source.spec}", total=source.num_bytes, rate=byte_rate) as update:
+        source.fingerprint(progress=update)
 
 
 def say_left_out(

@@ -1,4 +1,4 @@
-"""The verbs ``data build|inspect|verify|pack``."""
+"""The verbs ``data build|verify|pack``."""
 
 from __future__ import annotations
 
@@ -23,23 +23,35 @@ from launcher.cli.cli_output import (
     progress,
     table,
 )
-from launcher.cli.corpus import CorpusOptions, Duplicates, Workers, duplicate_lines, read_so_far, say_left_out
-from launcher.cli.data_rows import truncation_counts
-from launcher.cli.shared_options import RepeatedValues, flatten_values
+from launcher.cli.corpus import (
+    CorpusOptions,
+    Duplicates,
+    Workers,
+    duplicate_lines,
+    hash_source,
+    read_so_far,
+    say_left_out,
+)
+from launcher.cli.image_options import (
+    ImageFlags,
+    build_images,
+    check_no_image_flags,
+    check_no_text_options,
+)
+from launcher.cli.shared_options import RepeatedValues, ShardFolder, flatten_values
 from launcher.cluster.exit import DONE, FAILED
 from launcher.wording import format_count
 from longctx.config import PRESETS
 from longctx.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from data_pipeline.inspect import Description, RowView
     from data_pipeline.prepare.build_shards import BuildReport, SplitReport
-    from data_pipeline.prepare.sources import TextSource
     from longctx.tokenizer import Tokenizer
 
 _KEEP = Duplicates()
 _ALL_CORES = Workers()
 _DEFAULT_CHAT_OPTIONS = ChatOptions()
+_DEFAULT_IMAGE_FLAGS = ImageFlags()
 _NONE: list[list[str]] = []
 _DEFAULT_OPTIONS = (
     CorpusOptions(),
@@ -53,10 +65,11 @@ _DEFAULT_OPTIONS = (
     _ALL_CORES,
     _KEEP,
     _DEFAULT_CHAT_OPTIONS,
+    "text",
+    _DEFAULT_IMAGE_FLAGS,
 )
 """Defaults of all other options: ``data build --without`` accepts only these."""
 _MAX_SHOWN_TOKENS = 5
-_ShardFolder = Annotated[Positional[str], arg(metavar="DIR")]
 
 
 def build(
@@ -64,6 +77,7 @@ def build(
     *,
     tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER", help_behavior_hint="(required)")] = None,
     output: Annotated[str, arg(metavar="DIR")],
+    kind: Literal["text", "images"] = "text",
     validation_fraction: float = 0.05,
     shard_tokens: int | None = None,
     exact: bool = False,
@@ -74,17 +88,21 @@ def build(
     worker_options: OmitArgPrefixes[Workers] = _ALL_CORES,
     duplicates: OmitArgPrefixes[Duplicates] = _KEEP,
     chat_options: OmitArgPrefixes[ChatOptions] = _DEFAULT_CHAT_OPTIONS,
+    image_flags: OmitArgPrefixes[ImageFlags] = _DEFAULT_IMAGE_FLAGS,
     json: Json = False,
 ) -> None:
-    """Tokenize a corpus into a shard folder.
+    """Tokenize a corpus, or store images, in a shard folder.
 
     The folder contains checksummed Arrow shards, and held-out documents in DIR/validation. One folder serves every
     sequence length. Repeating a finished build changes no file and says so. A build that was stopped or killed
     continues from its finished source parts when the same command is repeated.
 
     Args:
-        tokenizer: SentencePiece model, tokenizer.json, Hugging Face folder, checkpoint or run.
+        tokenizer: SentencePiece model, tokenizer.json, Hugging Face folder, checkpoint or run. For images, a folder
+            with the classes, size and palette to reuse.
         output: Folder to create, or its URL (s3://, gs://): it is then built in the cache and sent, the manifest last.
+        kind: images reads .png, .jpg, .bmp, .gif, .webp and .tif files, with the first folder as class, IDX files as
+            of MNIST, or Parquet.
         validation_fraction: Share of documents to hold out; 0 disables.
         shard_tokens: Close a shard at this many tokens; default: 2^26.
         exact: Stop at a document whose ids do not decode to its exact text, instead of counting such documents.
@@ -97,24 +115,54 @@ def build(
         worker_options: Cores or nodes for the work.
         duplicates: Treatment of texts that occur in the corpus more than once.
         chat_options: How conversations are trained on.
+        image_flags: How images become tokens.
     """
-    from data_pipeline.prepare.build_shards import build_shards
     from data_pipeline.shards.shard_writer import DEFAULT_SHARD_TOKENS
 
     # --without edits a finished folder. Any other option would suggest a rebuild, so all must have their defaults.
     if without:
         given_options = (corpus, tokenizer, validation_fraction, shard_tokens, exact, paragraphs, special_tokens)
-        others = (overwrite, worker_options, duplicates, chat_options)
+        others = (overwrite, worker_options, duplicates, chat_options, kind, image_flags)
         _leave_out(output, flatten_values(without), is_alone=given_options + others == _DEFAULT_OPTIONS, json=json)
         return
-    if tokenizer is None:
-        raise ConfigError("--tokenizer is missing. `longctx tokenizer train` makes one.")
-    # Before the source is hashed, which may take minutes: errors in options and tokenizer are reported at once.
-    rule, loaded = duplicates.rule(), _loaded(tokenizer)
     if shard_tokens is None:
         shard_tokens = DEFAULT_SHARD_TOKENS
-    with worker_options.hired() as engine:
-        source = _hashed(corpus)
+    options = {
+        "validation_fraction": validation_fraction,
+        "shard_tokens": shard_tokens,
+        "overwrite": overwrite,
+    }
+    if kind == "images":
+        given = {"--exact": exact, "--paragraphs": paragraphs, "--special-tokens": special_tokens != "text"}
+        check_no_text_options(corpus, (duplicates, chat_options), given)
+        build_images(corpus, tokenizer, output, flags=image_flags, workers=worker_options, json=json, **options)
+        return
+    check_no_image_flags(image_flags)
+    if tokenizer is None:
+        raise ConfigError("--tokenizer is missing. `longctx tokenizer train` makes one.")
+    options |= {"exact": exact, "paragraphs": paragraphs, "parse_special_tokens": special_tokens == "parse"}
+    _build_texts(corpus, tokenizer, output, duplicates, chat_options, workers=worker_options, json=json, **options)
+
+
+def _build_texts(
+    corpus: CorpusOptions,
+    tokenizer: Path,
+    output: str,
+    duplicates: Duplicates,
+    chat_options: ChatOptions,
+    *,
+    workers: Workers,
+    json: bool,
+    **options: Any,
+) -> None:
+    """Build a folder of texts and print the report; ``options`` go to ``build_shards``."""
+    from data_pipeline.prepare.build_shards import build_shards
+
+    # Before the source is hashed, which may take minutes: errors in options and tokenizer are reported at once.
+    rule, loaded = duplicates.rule(), _loaded(tokenizer)
+    with workers.hired() as engine:
+        source = corpus.open()
+        hash_source(source)
         # Duplicates are found in a separate pass over the same bytes, before the encoding pass.
         passed = source.num_bytes if rule.finds else 0
         with progress(f"tokenizing {source.spec}", total=source.num_bytes + passed, rate=byte_rate) as update:
@@ -122,23 +170,18 @@ def build(
                 source,
                 loaded,
                 output,
-                validation_fraction=validation_fraction,
-                shard_tokens=shard_tokens,
-                exact=exact,
-                overwrite=overwrite,
-                workers=worker_options.workers,
+                workers=workers.workers,
                 engine=engine,
                 say=note,
                 duplicates=rule,
                 chat=chat_options.rule(),
-                paragraphs=paragraphs,
-                parse_special_tokens=special_tokens == "parse",
                 comparing=lambda documents, text_bytes: update(
                     source.bytes_read, note=f"comparing {read_so_far(documents, text_bytes)}", amount=text_bytes
                 ),
                 progress=lambda documents, text_bytes: update(
                     passed + source.bytes_read, note=read_so_far(documents, text_bytes), amount=text_bytes
                 ),
+                **options,
             )
     _say_build(report, loaded, json=json)
 
@@ -149,101 +192,14 @@ def _loaded(tokenizer: Path) -> Tokenizer:
     from longctx.tokenizer.tokenizer_warnings import frame_warnings
 
     loaded = load_tokenizer(tokenizer)
+    if loaded.kind == "images":
+        raise ConfigError(f"--tokenizer {tokenizer} is the format of images. Add --kind images, or name another one.")
     for message in frame_warnings(loaded):
         note(f"{tokenizer}: {message}")
     return loaded
 
 
-def _hashed(corpus: CorpusOptions) -> TextSource:
-    """Open a corpus and hash its files, which takes minutes for a large one."""
-    source = corpus.open()
-    with progress(f"checking {source.spec}", total=source.num_bytes, rate=byte_rate) as update:
-        source.fingerprint(progress=update)
-    return source
-
-
-def inspect(
-    folder: _ShardFolder,
-    *,
-    seq_len: int | None = None,
-    source_seq_len: int = 0,
-    row: int | None = None,
-    block: int | None = None,
-    epoch: int = 0,
-    seed: int = 0,
-    json: Json = False,
-) -> None:
-    """Show a shard folder's contents, the cost of packing, and a row; for a mixture, its sources and shares.
-
-    Args:
-        folder: Shard folder, or its URL (s3://, gs://; shards are fetched into the cache); or a mixture's file.
-        seq_len: Tokens per row; also shows the cost of packing at that length.
-        source_seq_len: Maximum source tokens per row, for pairs.
-        row: Row to show in the epoch, from 0; needs --seq-len. Takes a second per million documents before it.
-        block: Count --row from the start of this epoch block instead, which takes less than a second.
-        epoch: Epoch of the row, from 0.
-        seed: run.seed of the run that reads it.
-    """
-    from data_pipeline.inspect import describe, show_row
-    from data_pipeline.mixture.file import is_mixture
-    from data_pipeline.shards.manifest import VALIDATION_FOLDER
-    from data_pipeline.stores.urls import below, locate
-
-    if is_mixture(folder):
-        # A mixture's rows depend on the run: `data sample` shows them.
-        _inspect_mixture(Path(folder), json=json)
-        return
-    if row is not None and seq_len is None:
-        raise ConfigError("--row needs --seq-len: rows are packed when they are read. Try --seq-len 4096.")
-    if row is None and (block is not None or epoch or seed):
-        raise ConfigError("--block, --epoch and --seed select a row: they need --row. Try --row 0.")
-    lengths = {"seq_len": seq_len, "source_seq_len": source_seq_len}
-    found = [describe(folder, **lengths)]
-    held_out = below(folder, VALIDATION_FOLDER)
-    if locate(held_out).is_dir():
-        found.append(describe(held_out, **lengths))
-    shown = None
-    if row is not None and seq_len is not None:
-        which = {"row": row, "block": block, "epoch": epoch, "seed": seed}
-        shown = show_row(folder, seq_len=seq_len, source_seq_len=source_seq_len, **which)
-    if json:
-        out: dict[str, Any] = dataclasses.asdict(found[0]) | {"validation": None}
-        if len(found) > 1:
-            out["validation"] = dataclasses.asdict(found[1])
-        if shown is not None:
-            out["row"] = dataclasses.asdict(shown)
-        print_json(out)
-        return
-    print_line(_description_table(found))
-    if found[0].conversation:
-        print_line(f"\nThe first conversation, with loss tokens between ⟦ and ⟧:\n\n{found[0].conversation}")
-    if found[0].pair:
-        print_line("\nThe first pair, source and target:\n\n" + "\n⇒\n".join(found[0].pair))
-    if shown is not None:
-        print_line(f"\n{_row_text(shown)}")
-
-
-def _inspect_mixture(path: Path, *, json: bool) -> None:
-    from data_pipeline.inspect import describe_mixture
-
-    found = describe_mixture(path)
-    if json:
-        print_json(dataclasses.asdict(found))
-        return
-    head = ["source", "folder", "documents", "tokens", "epochs at most", "from the beginning"]
-    head += [f"from {stage.from_tokens:,} tokens" for stage in found.stages]
-    rows = []
-    for number, source in enumerate(found.sources):
-        row = [source.name, source.folder, f"{source.documents:,}", f"{source.tokens:,}", str(source.epochs or "–")]
-        rows.append([*row, *(f"{shares[number]:.1%}" for shares in found.shares)])
-    print_line(table(head, rows))
-    for stage in found.stages:
-        if stage.row_tokens is not None:
-            print_line(f"From {stage.from_tokens:,} tokens on: rows of {stage.row_tokens:,} tokens.")
-    print_line(f"\nRows as text: longctx data sample {path} --seq-len N")
-
-
-def verify_shards(folder: _ShardFolder, *, json: Json = False) -> int:
+def verify_shards(folder: ShardFolder, *, json: Json = False) -> int:
     """Read every byte of a shard folder, or of a mixture's folders, and name all damage.
 
     Checks hashes, sizes, offsets, ids, the tokenizer and consistency between files, in the validation split too. The
@@ -406,80 +362,3 @@ def _say_build(report: BuildReport, tokenizer: Tokenizer, *, json: bool) -> None
         train += ["--model.vocab_size", tokenizer.vocab_size]
     print_line(f"Next: {command_line('train', *train)}")
     print_line(f"Look at it: {command_line('data', 'inspect', report.output, *inspect_options)}")
-
-
-def _description_table(found: list[Description]) -> str:
-    # Every split is described at the same row length and gets the same table rows: a power of two without documents in
-    # one split is shown there as 0.
-    exponents = sorted({int(key.removeprefix("2^")) for d in found for key in d.length_histogram})
-    columns = [_description_column(d, exponents) for d in found]
-    column_names = [d.split for d in found]
-    column_names.insert(0, found[0].folder)
-    rows: list[list[str]] = []
-    for name in columns[0]:
-        cells = [column.get(name, "") for column in columns]
-        cells.insert(0, name)
-        rows.append(cells)
-    return table(column_names, rows)
-
-
-def _description_column(found: Description, exponents: list[int]) -> dict[str, str]:
-    """Return a split's properties keyed by table row names; documents are counted by powers of two."""
-    column = {
-        "documents": f"{found.documents:,}",
-        "tokens": f"{found.tokens:,}",
-        "tokens that count": f"{found.counted_tokens:,}",
-        "bytes per token": f"{found.bytes_per_token:.2f}",
-        "mean tokens per document": f"{found.mean_tokens:,.0f}",
-        "longest document, tokens": f"{found.longest_tokens:,}",
-        **_of_sources(found),
-        "vocabulary": f"{found.vocab_size:,}",
-        "shards": f"{found.shards:,}",
-        "size on disk": human_bytes(found.shard_bytes),
-    }
-    # These cover the full source, and only the training split reports them.
-    for name, value in found.duplicates.items():
-        shown = f"{value:,}"
-        if name.endswith("_bytes"):
-            shown = human_bytes(value)
-        column[f"duplicates, {name.replace('_', ' ')}"] = shown
-    if found.packing is not None:
-        prefix = sample = ""
-        if not found.packing.exact:
-            prefix, sample = "about ", f", estimated from {found.packing.planned_documents:,} documents"
-        column["rows per epoch"] = f"{prefix}{found.packing.rows:,}{sample}"
-        column["padding"] = f"{prefix}{100 * found.packing.padding_share:.2f}%"
-        column |= truncation_counts(found.packing)
-    for k in exponents:
-        count = found.length_histogram.get(f"2^{k}", 0)
-        column[f"documents of {2**k:,} to {2 ** (k + 1) - 1:,} tokens"] = str(count)
-    return column
-
-
-def _of_sources(found: Description) -> dict[str, str]:
-    """Return the source properties of pairs; empty without pairs."""
-    if not found.source_tokens:
-        return {}
-    return {
-        "tokens of sources": f"{found.source_tokens:,}",
-        "longest source, tokens": f"{found.longest_source_tokens:,}",
-    }
-
-
-def _row_text(row: RowView) -> str:
-    """Format a packed row as lines: each document's piece with its start and end."""
-    where = ""
-    if row.num_blocks > 1:
-        where = f" of epoch block {row.block} of {row.num_blocks:,}"
-    lines = [f"row {row.row} of {row.num_rows:,}{where}: {row.tokens:,} tokens, {row.padding_tokens:,} of padding"]
-    for piece in row.pieces:
-        part = f"tokens {piece.start:,} to {piece.stop:,} of {piece.document_tokens:,}"
-        if piece.source_tokens:
-            part += f", source {piece.source_tokens:,}"
-        lines.append(f"\n  {piece.name}: {part}")
-        if piece.source:
-            lines.append(f"    {piece.source!r} ⇒")
-        lines.append(f"    {piece.head!r}")
-        if piece.tail:
-            lines.append(f"    … {piece.tail!r}")
-    return "\n".join(lines)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from tyro.conf import UseAppendAction, arg
+from tyro.conf import Positional, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
+ShardFolder = Annotated[Positional[str], arg(metavar="DIR")]
+"""The folder that a verb reads."""
 RepeatedValues = UseAppendAction[list[list[str]]]
 """Option that takes one or more values and may be repeated."""
 

@@ -23,7 +23,7 @@ from longctx.files import write_synced
 _VISIBILITY_TIMEOUT_SECONDS = 10.0
 """Time until a file written elsewhere must be visible here."""
 
-_LIBRARIES = ("longctx-train", "numpy", "pyarrow", "sentencepiece", "tokenizers", "xxhash")
+_LIBRARIES = ("longctx-train", "numpy", "pillow", "pyarrow", "sentencepiece", "tokenizers", "xxhash")
 """Libraries that determine a shard's bytes."""
 
 

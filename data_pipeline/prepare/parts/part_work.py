@@ -14,8 +14,10 @@ from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule
 from data_pipeline.prepare.duplicates.outcome import PartDecision
 from data_pipeline.prepare.duplicates.signed import SignedRecord, SignedWriter
 from data_pipeline.prepare.encode_conversations import encode_conversations
+from data_pipeline.prepare.encode_images import encode_images
 from data_pipeline.prepare.encode_pairs import encode_pairs
 from data_pipeline.prepare.encode_texts import TextMismatch, encode_documents
+from data_pipeline.prepare.images.image_rule import ImageRule
 from data_pipeline.prepare.left_out import LeftOutFile
 from data_pipeline.prepare.parts.part_record import SPLITS, PartRecord, SplitRecord
 from data_pipeline.prepare.parts.source_parts import SourcePart
@@ -67,6 +69,8 @@ class EncodeJob:
     """True if documents record their paragraphs' starts."""
     parse_special_tokens: bool = False
     """True if control tokens in texts become their ids."""
+    images: ImageRule | None = None
+    """How images are converted; None if the source has texts."""
 
 
 def encode_part(
@@ -95,6 +99,7 @@ def encode_part(
                 masked=job.chat is not None,
                 pairs=job.read_as.fields.kind == PAIRS,
                 paragraphs=job.paragraphs,
+                images=job.images is not None,
             )
         # One list per source part; ``assemble_folder`` concatenates them in source order.
         left_out = LeftOutFile(folder)
@@ -195,7 +200,9 @@ def _write_documents(
     text_bytes = 0
     size = group_characters(tokenizer.threads)
     # All encoders yield documents lazily and in order, so memory holds one group.
-    if job.read_as.fields.kind == PAIRS:
+    if job.images is not None:
+        documents = encode_images(chosen, tokenizer, job.images, reader.leave_out)
+    elif job.read_as.fields.kind == PAIRS:
         documents = encode_pairs(chosen, tokenizer, size)
     elif job.parse_special_tokens:
         documents = encode_parsed(chosen, tokenizer)

@@ -16,6 +16,9 @@ PART_BYTES = CUT_BYTES
 several parts.
 """
 
+IMAGE_PART_BYTES = CUT_BYTES >> 3
+"""``PART_BYTES`` for images, which decode to several times their bytes on disk and take longer per byte."""
+
 # Approximate for text with a vocabulary of a hundred thousand; a smaller one gives a second, partly filled shard.
 _BYTES_PER_TOKEN = 4
 
@@ -39,8 +42,10 @@ class SourcePart:
         return f"part {self.number} ({first} … {last})"
 
 
-def part_bytes(shard_tokens: int) -> int:
+def part_bytes(shard_tokens: int, *, images: bool = False) -> int:
     """Return the source part size: text for one shard with ``shard_tokens`` tokens, and at least ``PART_BYTES``."""
+    if images:
+        return max(IMAGE_PART_BYTES, shard_tokens // 2)
     return max(PART_BYTES, _BYTES_PER_TOKEN * shard_tokens)
 
 

@@ -275,10 +275,11 @@ def assemble_folder(
     sources: list[dict[str, Any]],
     options: dict[str, Any],
     outcome: Outcome | None = None,
+    kind: str = "",
 ) -> None:
     """Assemble all source parts, in order, into a shard folder in ``staging.whole``. Shards are moved, not copied.
 
-    ``outcome`` is the decision on duplicates, if they were searched.
+    ``outcome`` is the decision on duplicates, if they were searched; ``kind`` is the manifest's.
     """
     staging.whole.mkdir()
     left_out = LeftOutFile(staging.whole)
@@ -318,6 +319,7 @@ def assemble_folder(
             skipped=skipped,
             left_out=list_hash,
             duplicates=duplicates,
+            kind=kind,
             **_sums(records, split),
         )
         manifest.save(staging.split_folder(split))

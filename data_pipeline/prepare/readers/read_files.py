@@ -11,6 +11,8 @@ import pyarrow as pa
 
 from data_pipeline.prepare.joining import begin_of
 from data_pipeline.prepare.readers.csv_rows import read_csv, read_tsv
+from data_pipeline.prepare.readers.idx_files import IDX, IMAGE, check_idx, read_idx, read_image_file
+from data_pipeline.prepare.readers.image_tables import check_image_table, read_image_table
 from data_pipeline.prepare.readers.json_values import read_json_records, read_lines
 from data_pipeline.prepare.readers.open_file import OpenFile, open_piece
 from data_pipeline.prepare.readers.parallel_text import CATALOGUE, LINES, check_lines, read_catalogue, read_lines_of_two
@@ -18,6 +20,7 @@ from data_pipeline.prepare.readers.plain_text import check_text, read_text
 from data_pipeline.prepare.readers.records import ITEM_CHARACTERS, allowance, check_expansion, no_json
 from data_pipeline.prepare.readers.table_rows import check_arrow, check_parquet, read_arrow, read_parquet
 from data_pipeline.prepare.source_items import (
+    IMAGES,
     Document,
     Fields,
     File,
@@ -50,7 +53,7 @@ def read_documents(piece: FilePiece, fields: Fields) -> Iterator[tuple[Item, int
         yield from _read_joined(piece.joined, fields)
         return
     file = piece.file
-    reader = _READERS[file.format.kind]
+    reader = _reader_of(file, fields)
     documents = items = characters = 0
     try:
         with open_piece(piece) as source:
@@ -109,7 +112,8 @@ def check_file(file: File, fields: Fields) -> Skip | None:
         with open_piece(full_piece(file)) as source:
             if git_lfs.is_pointer(source.head()):
                 return _pointer(file)
-            return _CHECKS.get(file.format.kind, _check_records)(source, fields)
+            checks = _IMAGE_CHECKS if fields.kind == IMAGES else _CHECKS
+            return checks.get(file.format.kind, _check_records)(source, fields)
     except READ_ERRORS as error:
         if isinstance(error, OSError) and error.errno:
             return Skip(file.name, ACCESS_ERROR, error.strerror or str(error), is_fault=True)
@@ -132,6 +136,11 @@ def _check(item: Item, kind: str) -> tuple[Item, int]:
     """Return the item, or a Skip if no tokenizer can reproduce its text, with its length in characters."""
     if isinstance(item, Skip):
         return item, 0
+    if item.image is not None:
+        size = len(item.image.content)
+        if not size:
+            return Skip(item.name, "empty", is_fault=True), 0
+        return item, size
     if not item.text:
         return Skip(item.name, "empty"), 0
     text = item.text
@@ -152,10 +161,17 @@ def _check(item: Item, kind: str) -> tuple[Item, int]:
     return item, len(text)
 
 
+def _reader_of(file: File, fields: Fields) -> Callable[[OpenFile, Fields], Iterator[Item]]:
+    """Return the reader for a file's format; tables with images have another one than tables with texts."""
+    if fields.kind == IMAGES:
+        return _IMAGE_READERS[file.format.kind]
+    return _READERS[file.format.kind]
+
+
 def _check_records(source: OpenFile, fields: Fields) -> Skip | None:
     """Return the first record's fault if all first records are unusable."""
     first_fault = None
-    for item in itertools.islice(_READERS[source.file.format.kind](source, fields), NUM_CHECK_RECORDS):
+    for item in itertools.islice(_reader_of(source.file, fields)(source, fields), NUM_CHECK_RECORDS):
         if not isinstance(item, Skip) or not item.is_fault:
             return None
         first_fault = first_fault or item
@@ -180,4 +196,13 @@ _CHECKS: dict[str, Callable[[OpenFile, Fields], Skip | None]] = {
     "parquet": check_parquet,
     "arrow": check_arrow,
     LINES: check_lines,
+}
+_IMAGE_READERS: dict[str, Callable[[OpenFile, Fields], Iterator[Item]]] = {
+    IMAGE: read_image_file,
+    IDX: read_idx,
+    "parquet": read_image_table,
+}
+_IMAGE_CHECKS: dict[str, Callable[[OpenFile, Fields], Skip | None]] = {
+    IDX: check_idx,
+    "parquet": check_image_table,
 }

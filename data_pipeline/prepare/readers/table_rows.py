@@ -37,7 +37,7 @@ _FILE_END = 10
 
 def read_parquet(source: OpenFile, fields: Fields) -> Iterator[Item]:
     """Yield one document per row, in batches of rows: a table may be larger than memory."""
-    with _parquet(source) as table:
+    with open_parquet(source) as table:
         problem = _find_problem(source.name, table.schema_arrow, fields)
         if problem is not None:
             yield problem
@@ -46,14 +46,14 @@ def read_parquet(source: OpenFile, fields: Fields) -> Iterator[Item]:
         # A text in a list may occur any number of times per row: keep dictionaries encoded, so that it is stored once.
         if fields.kind != "text":
             dictionaries = [table.schema.column(leaf).path for leaf in _leaves(table, columns)]
-    with _parquet(source, dictionaries) as table:
+    with open_parquet(source, dictionaries) as table:
         groups = range(table.num_row_groups)
         if source.piece.stop is not None:
             groups = range(source.piece.start, source.piece.stop)
         done, total = 0, sum(table.metadata.row_group(group).num_rows for group in groups)
         # Batch sizes are chosen per row group: one may have rows of megabytes, and another short ones.
         for group in groups:
-            rows = _batch_rows(source.raw, table, group, columns, is_nested=fields.kind != "text")
+            rows = batch_rows(source.raw, table, group, columns, is_nested=fields.kind != "text")
             for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
                 yield from _items(batch, columns, fields, source.piece, source.piece.first + done)
                 done += batch.num_rows
@@ -95,7 +95,7 @@ def check_arrow(source: OpenFile, fields: Fields) -> Skip | None:
 
 def schema_of_parquet(source: OpenFile) -> pa.Schema:
     """Return the columns and their types."""
-    with _parquet(source) as table:
+    with open_parquet(source) as table:
         return table.schema_arrow
 
 
@@ -120,7 +120,7 @@ def _items(
         yield from items_of(records_in(batch.select(columns), piece, first), fields)
 
 
-def _parquet(source: OpenFile, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
+def open_parquet(source: OpenFile, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
     """Open a table; columns in ``dictionaries`` stay dictionary-encoded if they are stored so."""
     if source.file.format.compression:
         raise pa.ArrowInvalid("Parquet within another compression; decompress the file first")
@@ -135,7 +135,7 @@ def _leaves(table: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
     return [number for number, path in enumerate(paths) if any(f"{path}.".startswith(f"{name}.") for name in columns)]
 
 
-def _batch_rows(
+def batch_rows(
     raw: BinaryIO, table: pq.ParquetFile, group: int, columns: Sequence[str], *, is_nested: bool = False
 ) -> int:
     """Return how many rows of a row group to decompress at once."""

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.inspect import decode_rows, describe, describe_mixture, show_row
+from data_pipeline.inspect import decode_rows, describe, show_row
 from data_pipeline.loader import Loader, build_loader, build_validation_loader
+from data_pipeline.mixture.description import describe_mixture
 from data_pipeline.prepare.sources import TextSource
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.rows import epoch_blocks

@@ -86,7 +86,7 @@ def test_a_folder_of_texts_has_no_format(built: Path):
     shards = ShardSet.open(built)
     assert not shards.is_images
     assert "kind" not in shards.manifest.to_json()
-    with pytest.raises(DataError, match="contains no images. Build some with"):
+    with pytest.raises(DataError, match=r"contains no images\. Build some with"):
         _ = shards.image_format
 
 
@@ -133,14 +133,14 @@ class TestContradictions:
     def test_texts_under_a_manifest_of_images(self, tokenizer: Tokenizer, tmp_path: Path):
         folder = forge(tmp_path / "f", tokenizer, kind="images")
         assert any("contains texts" in problem for problem in find_problems(folder))
-        with pytest.raises(DataError, match="contains texts, which manifest.json does not list"):
+        with pytest.raises(DataError, match=r"contains texts, which manifest\.json does not list"):
             ShardSet.open(folder).document(0)
 
     def test_images_under_a_manifest_of_texts(self, tokenizer: Tokenizer, tmp_path: Path):
         columns = {"tokens": pa.array([[5]], pa.large_list(pa.uint8())), "label": pa.array([0], pa.int32())}
         folder = forge(tmp_path / "f", tokenizer, columns, tokens=1)
         assert any("contains images" in problem for problem in find_problems(folder))
-        with pytest.raises(DataError, match="contains images, which manifest.json does not list"):
+        with pytest.raises(DataError, match=r"contains images, which manifest\.json does not list"):
             ShardSet.open(folder).document(0)
 
     @pytest.mark.parametrize("labels", [pa.array([0], pa.int64()), pa.array([None], pa.int32())])

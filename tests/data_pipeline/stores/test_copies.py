@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.inspect import decode_rows, describe, describe_mixture, find_problems
+from data_pipeline.inspect import decode_rows, describe, find_problems
 from data_pipeline.loader import build_loader, build_validation_loader
+from data_pipeline.mixture.description import describe_mixture
 from data_pipeline.prepare.shard_removal import remove_shards
 from data_pipeline.shards import local_copies
 from data_pipeline.shards.reader import ShardSet
