@@ -54,8 +54,8 @@ class TokenPlacement:
 
     @classmethod
     def _of(cls, parts: Sequence[ndarray]) -> TokenPlacement:
-        tokens_T = np.concatenate(parts)
-        bounds = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+        tokens_T, bounds = np.concatenate(parts), np.zeros(len(parts) + 1, dtype=np.int64)
+        np.cumsum([len(part) for part in parts], out=bounds[1:])
         # Plans are cached by placement, so it must not change.
         for array in (tokens_T, bounds):
             array.setflags(write=False)

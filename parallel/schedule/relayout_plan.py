@@ -74,7 +74,7 @@ class RelayoutPlan:
             "ranks."
         )
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """Checksum, equal on all ranks that share a sequence."""
         return blake2b((self.source.digest + self.target.digest).encode(), digest_size=16).hexdigest()

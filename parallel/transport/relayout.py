@@ -143,7 +143,7 @@ class Relayout:
         received_nW = received.view(tensors_t[0].dtype)
         parts = received_nW.split([math.prod(x.shape[1:]) for x in tensors_t], dim=1)
         for x, part in zip(tensors_t, parts, strict=True):
-            x.index_copy_(0, index.received, part.reshape(len(part), *x.shape[1:]))
+            x.index_copy_(0, index.received, part.reshape(part.shape[:1] + x.shape[1:]))
 
 
 class _Move(torch.autograd.Function):
@@ -157,4 +157,8 @@ class _Move(torch.autograd.Function):
         is_needed = ctx.needs_input_grad[3:]
         needed = [x for x, is_one in zip(gradients, is_needed, strict=True) if is_one]
         moved = iter(_Move.apply(ctx.relayout.inverse, ctx.dim, ctx.layer, *needed))
-        return None, None, None, *(next(moved) if is_one else None for is_one in is_needed)
+        # The first three inputs are no tensors.
+        results: list[Tensor | None] = [None, None, None]
+        for is_one in is_needed:
+            results.append(next(moved) if is_one else None)
+        return tuple(results)

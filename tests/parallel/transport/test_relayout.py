@@ -51,6 +51,7 @@ def all_placements(ranks: int) -> dict[str, TokenPlacement]:
     return {
         **{name: TokenPlacement.of_layout(layout) for name, layout in layouts.items()},
         "windows": windows(ranks),
+        "windows backwards": TokenPlacement.build([windows(ranks).tokens(r)[::-1] for r in range(ranks)], TOKENS),
         "shifted windows": windows(ranks, shift=2),
         "no token on the first": scattered(ranks, 1, empty=0),
         "no token on the last": scattered(ranks, 2, empty=ranks - 1),
