@@ -17,7 +17,6 @@ from torch import Tensor
 from benchmarks.scaling.figures import Figures, timed
 from longctx.batch import PackedDocuments
 from longctx.config import PRESETS, ModelConfig
-from parallel.attention.agreement import _digest
 from parallel.comm.communicator import PendingTensors
 from parallel.comm.messages.kinds import Kind
 from parallel.layout.sequence import SequenceLayout
@@ -25,6 +24,7 @@ from parallel.mesh import Mesh
 from parallel.schedule.attention_schedule import Schedule
 from parallel.schedule.head_split import AttentionShape
 from parallel.transport.kv_block import KeysAndValues, KVBlock, PartialResult
+from parallel.transport.plan_agreement import fingerprint
 from parallel.transport.ring_exchange import PendingGradients, empty_rows
 from parallel.transport.transport_choice import build_transport, resolve_transport
 
@@ -118,7 +118,7 @@ def _measure_case(
 
     schedule = Schedule.build(layout, documents)
     mesh = mesh_of(ranks // 2, ranks, context=ranks, ulysses=ulysses)
-    _, seconds = timed(lambda: _digest(schedule, "signature", None))
+    _, seconds = timed(lambda: fingerprint(schedule, "signature", None))
     figures.add("agreement on a plan", f"{case}: fingerprint", ranks, seconds, unit="s", **every)
     # 16 bytes per context rank: the minimum that identifies a mismatched rank.
     figures.add("agreement on a plan", f"{case}: gathered", ranks, 16 * ranks, unit="B", **every)

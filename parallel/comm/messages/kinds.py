@@ -35,3 +35,4 @@ class Kind(IntEnum):
     GATHERED_CHOICES = 16, "all ranks' expert choices"
     REPLICATED_SUMS = 17, "expert outputs for replicated tokens"
     CHUNK_VALUES = 18, "a chunk's token values"
+    MOVED_TOKENS = 19, "tokens of another placement"
