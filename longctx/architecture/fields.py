@@ -98,7 +98,8 @@ class AttentionFields:
     layers: tuple[str, ...] = ("full",)
     """Attention layer kinds, repeated over the depth: full, window, sparse (a window and every sparse_stride-th token
     before it), global (full, with its own heads), linear (elu + 1 features, no softmax), gated_delta (Gated DeltaNet),
-    kda (Kimi Delta Attention), mamba2 (Mamba-2: groups are key heads, the state size is the key size)."""
+    kda (Kimi Delta Attention), mamba2 (Mamba-2: groups are key heads, the state size is the key size), image_window
+    and shifted_window (square windows of patches, Swin)."""
     window: int = 0
     """Tokens that a query sees in window and sparse layers, including itself."""
     sparse_stride: int = 0

@@ -27,6 +27,11 @@ class ImageShape:
     (Image GPT)."""
     class_token: bool = False
     """Put a learned token before the patches, from which the class head reads (ViT)."""
+    window: int = 0
+    """Window height and width in patches, for image_window and shifted_window layers (Swin); 0 without such layers."""
+    depths: tuple[int, ...] = ()
+    """Layers per stage: after each stage but the last, four neighbouring patches are merged into one, and the width
+    doubles (Swin); empty for a model with one stage."""
     mean: tuple[float, ...] = (0.5,)
     """Subtract this from pixel values, scaled to 0 … 1, before the patch projection: one number, or one per channel."""
     std: tuple[float, ...] = (0.5,)
@@ -56,7 +61,7 @@ class ImageShape:
     def _check_patch(self) -> None:
         """Raise ConfigError unless the patch divides both sides."""
         if not self.patch:
-            for name in ("class_token", "mean", "std"):
+            for name in ("class_token", "window", "depths", "mean", "std"):
                 value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
                 if value != default:
                     raise ConfigError(
@@ -80,11 +85,16 @@ class ImageShape:
         return self.height > 0
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        return self.height // self.patch, self.width // self.patch
+
+    @property
     def num_patches(self) -> int:
         """Patches per image; 0 if each pixel is a token."""
         if not self.patch:
             return 0
-        return (self.height // self.patch) * (self.width // self.patch)
+        return math.prod(self.grid)
 
     @property
     def num_tokens(self) -> int:

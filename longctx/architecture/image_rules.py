@@ -24,6 +24,10 @@ _OF_TOKEN_IDS = (
 """Fields that need token ids or a token head, which a model of patches lacks."""
 
 
+_WINDOWS = ("image_window", "shifted_window")
+"""Layer kinds that attend in windows of patches."""
+
+
 def check_image(config: ModelFields) -> None:
     """Raise ConfigError if tokens, positions and heads do not suit the model's images."""
     image = config.image
@@ -39,6 +43,7 @@ def check_image(config: ModelFields) -> None:
             f"model.max_positions={config.max_positions} must be the number of tokens in an image of {image.height} × "
             f"{image.width} pixels.\nTry --model.max_positions {image.num_tokens}."
         )
+    _check_windows(config)
     _check_classes(config)
 
 
@@ -93,4 +98,52 @@ def _check_classes(config: ModelFields) -> None:
         raise ConfigError(
             "model.class_pool='first' reads the class token, but model.image.class_token=false.\n"
             "Try --model.image.class_token true, or --model.class_pool mean."
+        )
+
+
+def _check_windows(config: ModelFields) -> None:
+    """Raise ConfigError unless windows and stages divide the patches."""
+    image, kinds = config.image, set(config.layers)
+    has_windows = bool(kinds & set(_WINDOWS))
+    if bool(image.window) != has_windows or (has_windows and kinds - set(_WINDOWS)):
+        raise ConfigError(
+            f"model.image.window={image.window} with model.layers={list(config.layers)}: windows need image_window and "
+            "shifted_window layers, and only such layers.\nTry --model.layers image_window shifted_window, or "
+            "--model.image.window 0."
+        )
+    if not image.window:
+        if image.depths:
+            raise ConfigError(
+                f"model.image.depths={list(image.depths)} needs window layers (model.image.window). Leave it out."
+            )
+        return
+    if image.class_token:
+        raise ConfigError(
+            "model.image.class_token=true is in no window (model.image.window). Set it to false, and "
+            "model.class_pool='mean'."
+        )
+    num_stages = max(1, len(image.depths))
+    # Every stage but the first halves the grid, and windows must fill each.
+    unit = image.patch * image.window * 2 ** (num_stages - 1)
+    for name in ("height", "width"):
+        side = getattr(image, name)
+        if side % unit:
+            below, above = side // unit * unit, -(-side // unit) * unit
+            nearest = " or ".join(str(n) for n in (below, above) if n)
+            raise ConfigError(
+                f"model.image.{name}={side} does not divide into windows: with model.image.patch={image.patch}, "
+                f"model.image.window={image.window} and {num_stages} stages it must be a multiple of {unit}.\n"
+                f"Try model.image.{name}={nearest}."
+            )
+    if not image.depths:
+        return
+    if min(image.depths) < 1 or sum(image.depths) != config.num_layers:
+        raise ConfigError(
+            f"model.image.depths={list(image.depths)} must list at least one layer per stage, and model.num_layers="
+            f"{config.num_layers} layers in all. Try model.num_layers={sum(image.depths)}."
+        )
+    if config.num_experts or config.shared_layers:
+        raise ConfigError(
+            "model.image.depths is not supported with experts or shared layers: stages have different widths. Set "
+            "model.num_experts=0 and model.shared_layers=false."
         )

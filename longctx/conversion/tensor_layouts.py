@@ -365,7 +365,8 @@ def _split_name(name: str, config: ModelConfig) -> tuple[str, str]:
     if mtp_match is not None:
         prefix = _LAYERS if mtp_match[2] else _MTP
         return prefix + name[mtp_match.end() :], str(config.num_layers + int(mtp_match[1]))
-    layer_match = re.match(r"(model|encoder)\.layers\.(\d+)\.", name)
+    # A hierarchical model's layers are numbered within their stage.
+    layer_match = re.match(r"(model|encoder|model\.stages\.\d+)\.layers\.(\d+)\.", name)
     if layer_match is None:
         return name, ""
     return f"{layer_match[1]}.layers.{{layer}}.{name[layer_match.end() :]}", layer_match[2]

@@ -21,6 +21,7 @@ from longctx.families.phi3 import PHI3
 from longctx.families.qwen import MIMO, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
 from longctx.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from longctx.families.spec import Family
+from longctx.families.swin import SWIN
 from longctx.families.t5 import T5
 from longctx.families.vit import VIT
 
@@ -66,6 +67,7 @@ _ALL = (
     MARIAN,
     T5,
     VIT,
+    SWIN,
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}

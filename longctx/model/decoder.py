@@ -37,6 +37,7 @@ from longctx.model.experts.experts import is_expert_weight
 from longctx.model.experts.moe_layer import MoECall
 from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
+from longctx.model.image_stages import ImageStages, run_stages
 from longctx.model.layers.initialize import InitialTensor, initial_buffer
 from longctx.model.layers.linear import set_matmul_mode
 from longctx.model.mixers.cross_projections import CrossCall
@@ -76,7 +77,8 @@ class Decoder(nn.Module):
         self.execution = execution = execution or Execution()
         self.cores = with_local_cores(cores or {}, execution.matmul_mode)
         self.dispatcher = dispatcher or TokenDispatcher()
-        self.model = Stack(config, self.dispatcher.local_experts)
+        # The last norm of a model with stages is in its last stage.
+        self.model: Any = ImageStages(config) if config.image.depths else Stack(config, self.dispatcher.local_experts)
         self.encoder: Stack | None = None
         if config.encoder_layers:
             self.encoder = Stack(encoder_of(config), owns_table=False)
@@ -158,6 +160,10 @@ class Decoder(nn.Module):
             segments=segments,
             pixels=pixels,
         )
+        if self.config.image.depths:
+            core: Any = self.cores["image_windows"]
+            images = run_stages(self.model, given, core, lambda stage, x: self._run_stack(stage, x, EVALUATION)[0])
+            return (images, []) if return_stats else images
         hidden_BtM, stats = self._run_stack(
             self.model,
             given,
@@ -331,7 +337,8 @@ class Decoder(nn.Module):
             stream=stream,
             segments_Bt=given.segments,
             pixels_BtN=given.pixels,
-            embed_tokens=None if stack is self.model else self.model.embed_tokens,
+            hidden_BtM=given.hidden,
+            embed_tokens=self.model.embed_tokens if stack is self.encoder else None,
         )
         # A stream from the caller stays open: its head applies the last norm chunk by chunk.
         if stream is not None and stream_of_caller is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longctx.architecture.layer_specs import groups_of, mixers_of
+from longctx.architecture.mixers.image_window_mixer import ImageWindowMixer
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
@@ -57,7 +58,8 @@ def plan_layers(
         shapes = _shapes(mixer, config, tokens_Bt, dtype, chunk)
         heads, kv_heads = (n // groups_of(n, head_groups) for n in (shapes.num_heads, shapes.num_kv_heads))
         shapes = replace(shapes, num_heads=heads, num_kv_heads=kv_heads)
-        mask = AttentionMask(documents, mixer.causal, mixer.window or None, stride=mixer.stride)
+        windows = mixer if isinstance(mixer, ImageWindowMixer) else None
+        mask = AttentionMask(documents, mixer.causal, mixer.window or None, stride=mixer.stride, image_windows=windows)
         plans[mixer] = cores[mixer].plan(mask, shapes, placement)
     return documents, plans
 

@@ -18,6 +18,7 @@ from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.rope import Rope
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
+from longctx.errors import ConfigError
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.kernel_interface import RelativeBias, ScoreRules
 from longctx.model.block import Block, LayerCall
@@ -46,6 +47,8 @@ class StackInput:
     placement: Any = None
     segments: Tensor | None = None
     pixels: Tensor | None = None
+    hidden: Tensor | None = None
+    """Hidden states [B, t, M] to start from instead of embeddings, in a stage after the front."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +65,42 @@ class PassCalls:
 class Stack(nn.Module):
     """Embeddings, blocks and the last norm: the modules named ``model.*``, or ``encoder.*`` for an encoder."""
 
-    def __init__(self, config: ModelConfig, experts: slice = slice(None), *, owns_table: bool = True) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        experts: slice = slice(None),
+        *,
+        owns_table: bool = True,
+        owns_front: bool = True,
+        has_norm: bool = True,
+    ) -> None:
         """Build the stack with the weights for ``experts``, this rank's slice in each layer.
 
-        A stack that owns no token table receives another stack's module in ``forward``.
+        A stack that owns no token table receives another stack's module in ``forward``; one without a front receives
+        hidden states. Only a model's last stage has the last norm.
         """
         super().__init__()
         self.config = config
-        E = config.embedding_dim
+        if owns_front:
+            self._build_front(owns_table=owns_table)
+        if config.position == "t5":
+            self.relative_bias = Weight(config.relative_buckets, config.num_heads)
+        num_blocks = 1 if config.shared_layers else config.num_layers
+        kind = CrossBlock if config.encoder_layers else Block
+        self.layers = nn.ModuleList(kind(config, layer, experts) for layer in range(num_blocks))
+        further = range(config.num_layers, config.depth)
+        self.mtp: Any = nn.ModuleList(MtpBlock(config, layer, experts) for layer in further)
+        self.norm: nn.Module | None = None
+        if has_norm and config.norm_order != "post":
+            self.norm = build_norm(config, config.hidden_size)
+        # Layers with one rope share a table; None means no rotary channels.
+        self._specs = layer_specs(config)
+        layer_rotary = [(spec.rope, spec.rotary_size) for spec in self._specs]
+        self._rope_kinds = tuple(dict.fromkeys(layer_rotary))
+        self._rope_of_layer = tuple(self._rope_kinds.index(rope) for rope in layer_rotary)
+
+    def _build_front(self, *, owns_table: bool) -> None:
+        config, E = self.config, self.config.embedding_dim
         if config.image.patch:
             self.embed_patches = PatchEmbedding(config)
         elif owns_table:
@@ -82,21 +113,6 @@ class Stack(nn.Module):
             self.embed_norm = build_norm(config, E)
         if config.embedding_size:
             self.embed_projection = Linear(E, config.hidden_size)
-        if config.position == "t5":
-            self.relative_bias = Weight(config.relative_buckets, config.num_heads)
-        num_blocks = 1 if config.shared_layers else config.num_layers
-        kind = CrossBlock if config.encoder_layers else Block
-        self.layers = nn.ModuleList(kind(config, layer, experts) for layer in range(num_blocks))
-        further = range(config.num_layers, config.depth)
-        self.mtp: Any = nn.ModuleList(MtpBlock(config, layer, experts) for layer in further)
-        self.norm: nn.Module | None = None
-        if config.norm_order != "post":
-            self.norm = build_norm(config, config.hidden_size)
-        # Layers with one rope share a table; None means no rotary channels.
-        self._specs = layer_specs(config)
-        layer_rotary = [(spec.rope, spec.rotary_size) for spec in self._specs]
-        self._rope_kinds = tuple(dict.fromkeys(layer_rotary))
-        self._rope_of_layer = tuple(self._rope_kinds.index(rope) for rope in layer_rotary)
 
     def forward(
         self,
@@ -108,13 +124,14 @@ class Stack(nn.Module):
         stream: ResidualStream | None,
         segments_Bt: Tensor | None = None,
         pixels_BtN: Tensor | None = None,
+        hidden_BtM: Tensor | None = None,
         embed_tokens: nn.Module | None = None,
     ) -> Tensor:
         """Compute hidden states [B, t, M].
 
         With ``stream`` return its handle instead, before the final norm. Without ``segments_Bt`` all tokens belong to
-        the first segment. ``pixels_BtN`` replace token ids in a model of patches. ``embed_tokens`` is the table's
-        module if the stack owns no table.
+        the first segment. ``pixels_BtN`` replace token ids in a model of patches, and ``hidden_BtM`` everything before
+        the first layer. ``embed_tokens`` is the table's module if the stack owns no table.
         """
         # Use the module, not its weight: ZeRO-3 gathers a weight for its owner's forward.
         table: Any = embed_tokens
@@ -123,8 +140,11 @@ class Stack(nn.Module):
         if stream is not None and dropout is None and enters_by_rows(self.config):
             x_BtM = table(tokens_Bt, stream, self._factor(table.weight.dtype, tokens_Bt.device))
         else:
-            x_BtM = self.embed_patches(pixels_BtN, positions_Bt) if table is None else self._scaled(table(tokens_Bt))
-            x_BtM = self._embed(x_BtM, positions_Bt, segments_Bt, dropout)
+            x_BtM = hidden_BtM
+            if x_BtM is None and table is None:
+                x_BtM = self.embed_images(pixels_BtN, positions_Bt, dropout)
+            elif x_BtM is None:
+                x_BtM = self._embed(self._scaled(table(tokens_Bt)), positions_Bt, segments_Bt, dropout)
             if stream is not None:
                 x_BtM = stream.enter(x_BtM)
         for layer in range(self.config.num_layers):
@@ -184,6 +204,15 @@ class Stack(nn.Module):
                 x_BtM = block.norm(x_BtM)
             inputs.append(HeadInput(x_BtM, stream, block.norm))
         return inputs
+
+    def embed_images(self, pixels_BtN: Tensor | None, positions_Bt: Tensor, dropout: Dropout | None = None) -> Tensor:
+        """Compute the initial residual stream from patches. Raise ConfigError without pixels."""
+        if pixels_BtN is None:
+            raise ConfigError(
+                f"model.image.patch={self.config.image.patch}: the model reads pixels, and the batch has none. Read a "
+                "folder of images."
+            )
+        return self._embed(self.embed_patches(pixels_BtN, positions_Bt), positions_Bt, None, dropout)
 
     def _embed(
         self, x_BtM: Tensor, positions_Bt: Tensor, segments_Bt: Tensor | None, dropout: Dropout | None

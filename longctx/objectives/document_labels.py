@@ -7,18 +7,21 @@ width, C classes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longctx.architecture.image_stages import stage_configs
 from longctx.batch import IGNORED_TARGET, Batch, Stream
+from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.decoder import Decoder
 from longctx.model.document_head import DocumentHead, document_pool
+from longctx.model.image_stages import ImageHidden
 from longctx.model.token_pool import TokenPool
 
 ReduceSums = Callable[[Tensor, Batch], Tensor]
@@ -47,7 +50,7 @@ class LabelledDocuments:
 def label_logits(
     network: Decoder,
     head: DocumentHead,
-    hidden_BtM: Tensor,
+    hidden: Tensor | ImageHidden,
     batch: Batch,
     documents: LabelledDocuments,
     reduce_sums: ReduceSums | None,
@@ -61,13 +64,18 @@ def label_logits(
     if reduce_sums is None:
         pool, of_documents = _first_tokens(batch, documents), None
     else:
-        pool = _document_means(batch)
+        if isinstance(hidden, ImageHidden):
+            pool, stream, hidden = _image_means(network.config, batch, hidden), None, hidden.hidden_BtM
+            # Any rank may have an image's last patches, wherever the batch's layout put its first ones.
+            batch = replace(batch, placement=None)
+        else:
+            pool = _document_means(batch)
         document_F = batch.document_ids.flatten()[documents.indices_F]
 
         def of_documents(sums_SM: Tensor) -> Tensor:
             return reduce_sums(sums_SM, batch)[document_F]
 
-    logits_FC = head(hidden_BtM, document_pool(pool, of_documents, stream=stream, norm=network.model.norm))
+    logits_FC = head(hidden, document_pool(pool, of_documents, stream=stream, norm=network.model.norm))
     return logits_FC.to(accumulate_dtype(logits_FC.dtype))
 
 
@@ -98,6 +106,21 @@ def _first_tokens(batch: Batch, documents: LabelledDocuments) -> TokenPool:
     numbers_Bt = torch.full_like(batch.tokens, num_sums)
     numbers_Bt.view(-1)[documents.indices_F] = torch.arange(num_sums, device=numbers_Bt.device)
     return TokenPool(numbers_Bt, num_sums)
+
+
+def _image_means(config: ModelConfig, batch: Batch, found: ImageHidden) -> TokenPool:
+    """Return the pool of documents' means over a hierarchical model's tokens."""
+    num_sums, tokens_per_image = batch.documents.num_documents, config.image.num_tokens
+    # Padding may span several images; an image is never cut.
+    starts = torch.arange(0, batch.documents.num_tokens, tokens_per_image)
+    numbers = torch.searchsorted(batch.documents.cu_seqlens, starts, right=True) - 1
+    for number in batch.documents.padding or ():
+        numbers[numbers == number] = num_sums
+    tokens = stage_configs(config)[-1].image.num_tokens
+    factors_S = torch.full((num_sums,), 1 / tokens, dtype=torch.float64)
+    device = found.images_t.device
+    numbers_Bt = numbers.to(device, non_blocking=True)[found.images_t][None]
+    return TokenPool(numbers_Bt, num_sums, factors_S.to(device, non_blocking=True))
 
 
 def _document_means(batch: Batch) -> TokenPool:

@@ -52,7 +52,10 @@ class RoutedTask(Task):
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
         """Return ``LossSum.tensors`` for the terms."""
-        stream, mtp_batches = new_stream(self.network.execution, batch.tokens), self.mtp_batches(batch)
+        stream, mtp_batches = None, self.mtp_batches(batch)
+        # Stages have streams of their own.
+        if not self.network.config.image.depths:
+            stream = new_stream(self.network.execution, batch.tokens)
         found, stats = hidden_states(
             self.network,
             batch,

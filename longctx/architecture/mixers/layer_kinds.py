@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from longctx.architecture.fields import DeltaFields, GlobalFields, ModelFields
 from longctx.architecture.mixers.gated_delta_mixer import GatedDeltaMixer, KimiDeltaMixer, Mamba2Mixer
+from longctx.architecture.mixers.image_window_mixer import ImageWindowMixer
 from longctx.architecture.mixers.latent_mixer import LatentMixer
 from longctx.architecture.mixers.linear_mixer import LatentLinearMixer, LinearMixer
 from longctx.architecture.mixers.mixer import Mixer
@@ -37,6 +38,20 @@ def _global(config: ModelFields) -> Mixer:
     return SoftmaxMixer(config.causal, has_own_heads=True)
 
 
+def _image_window(config: ModelFields, *, is_shifted: bool) -> Mixer:
+    image = config.image
+    if not image.patch or not image.window:
+        raise ConfigError(
+            "image_window layers need model.image.patch and model.image.window, for example 4 and 7. Set both, or use "
+            "full layers."
+        )
+    (rows, columns), shift = image.grid, 0
+    # A window as large as the image has nowhere to go.
+    if is_shifted and min(rows, columns) > image.window:
+        shift = image.window // 2
+    return ImageWindowMixer(config.causal, rows=rows, columns=columns, side=image.window, shift=shift)
+
+
 MIXERS: dict[str, Callable[[ModelFields], Mixer]] = {
     "full": _softmax,
     "window": lambda config: _softmax(config, window=config.window),
@@ -46,6 +61,8 @@ MIXERS: dict[str, Callable[[ModelFields], Mixer]] = {
     "gated_delta": lambda config: GatedDeltaMixer(config.causal),
     "kda": lambda config: KimiDeltaMixer(config.causal),
     "mamba2": lambda config: Mamba2Mixer(config.causal),
+    "image_window": lambda config: _image_window(config, is_shifted=False),
+    "shifted_window": lambda config: _image_window(config, is_shifted=True),
 }
 """Mixer constructors by layer kind."""
 DELTA_FIELDS = tuple(f.name for f in fields(DeltaFields))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longctx.architecture.mixers.image_window_mixer import ImageWindowMixer
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 
@@ -28,6 +29,8 @@ class AttentionMask:
     stride: int = 0
     """Spacing of tokens that a query sees beyond the window: multiples of this before it (arXiv 1904.10509), and after
     it if not causal; 0 disables them."""
+    image_windows: ImageWindowMixer | None = None
+    """Windows within images, which alone decide what a query sees; None for documents as sequences."""
     key_documents: PackedDocuments | None = None
     """Documents in the key sequence, in cross attention: a query sees the entire document with its own's number. None
     for self attention."""

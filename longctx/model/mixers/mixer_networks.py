@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from longctx.errors import ConfigError
 from longctx.kernels.processor import MatmulMode
 from longctx.model.attention.core import AttentionCore
+from longctx.model.attention.image_windows import LocalImageWindows
 from longctx.model.attention.local import LocalAttention
 from longctx.model.mixers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention, LocalGatedDelta, Mamba2
 from longctx.model.mixers.grouped_query_attention import GroupedQueryAttention
+from longctx.model.mixers.image_window_attention import ImageWindowAttention
 from longctx.model.mixers.latent_attention import LatentAttention, UnfoldedLatentAttention
 from longctx.model.mixers.local_linear_attention import LocalLinearAttention
 from longctx.model.mixers.network import MixerNetwork
@@ -24,6 +26,7 @@ NETWORKS: dict[str, type[MixerNetwork]] = {
     "gated_delta": GatedDeltaNet,
     "kda": KimiDeltaAttention,
     "mamba2": Mamba2,
+    "image_window": ImageWindowAttention,
 }
 
 
@@ -37,6 +40,7 @@ def with_local_cores(cores: Mapping[str, AttentionCore], matmul_mode: MatmulMode
         "softmax": LocalAttention(matmul_mode=matmul_mode),
         "linear": LocalLinearAttention(),
         "gated_delta": LocalGatedDelta(),
+        "image_windows": LocalImageWindows(),
     }
     known = sorted(local.keys() | {CROSS})
     unknown = set(cores).difference(known)
