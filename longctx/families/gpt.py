@@ -31,7 +31,13 @@ def _inner() -> ConfigRule:
             return {"ffn_size": 4 * integer(hf, "n_embd")}
         return {"ffn_size": typed("n_inner", inner, "int")}
 
-    return ConfigRule(keys=("n_inner",), read=read, write=lambda config: {"n_inner": config.ffn_size})
+    def write(config: ModelFields) -> dict[str, Any]:
+        # Null for the usual width, as in published files.
+        if config.ffn_size == 4 * config.hidden_size:
+            return {"n_inner": None}
+        return {"n_inner": config.ffn_size}
+
+    return ConfigRule(keys=("n_inner",), read=read, write=write)
 
 
 def _dropout() -> ConfigRule:

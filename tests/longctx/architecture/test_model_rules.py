@@ -78,7 +78,10 @@ REFUSED = {
     "pairs of a causal model": ({"pair_head": "nsp", "segments": 2}, "model.causal=false .now true.*segments=2 .now 2"),
     "pairs of one segment": ({"pair_head": "sop", "causal": False}, "pair_head='sop' classifies two segments.*.now 0"),
     "outputs for all": ({"output_vocab_size": 97}, "output_vocab_size=97 must be below.*Try model.output_vocab_size=0"),
-    "fewer outputs, tied": ({"output_vocab_size": 96}, "output_vocab_size=96 gives.*fewer rows.*tie_embeddings=true.*tie_embeddings=false"),
+    "fewer outputs, tied": (
+        {"output_vocab_size": 96},
+        "output_vocab_size=96 gives.*fewer rows.*tie_embeddings=true.*tie_embeddings=false",
+    ),
     "negative outputs": ({"output_vocab_size": -1}, "output_vocab_size=-1 must not be negative; 0 disables it"),
     "one bucket": ({"position": "t5", "relative_buckets": 1}, "relative_buckets=1 must be at least 2"),
     "near": ({"position": "t5", "relative_max_distance": 16}, "relative_max_distance=16 must exceed 16.*Try 128"),
