@@ -163,11 +163,8 @@ def matrices() -> tuple[TensorRule, ...]:
 
 def _block_tensors(first_norm: str, second_norm: str) -> tuple[TensorRule, ...]:
     """Return the rules for a block's tensors; the arguments are our norm names for ln_1 and ln_2."""
-    return (
-        *matrices(),
-        *_layer_norm(BLOCK + first_norm, "h.{layer}.ln_1"),
-        *_layer_norm(BLOCK + second_norm, "h.{layer}.ln_2"),
-    )
+    norms = _layer_norm(BLOCK + first_norm, "h.{layer}.ln_1") + _layer_norm(BLOCK + second_norm, "h.{layer}.ln_2")
+    return matrices() + norms
 
 
 # Causal masks and positions, which old transformers versions saved as buffers.
