@@ -16,10 +16,13 @@ from longctx.untrusted.strict_json import shown
 GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
 """Activations that multiply two projections."""
 
+UNGATED = ("gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "silu")
+"""Activations of one projection."""
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("rmsnorm", "layernorm"),
     "norm_order": ("pre", "post", "sandwich", "output", "hybrid"),
-    "activation": (*GATED, "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "silu"),
+    "activation": GATED + UNGATED,
     "qk_norm": ("none", "head", "full"),
     "position": ("rope", "none", "learned", "sinusoidal", "sinusoidal_halves", "alibi", "t5", "relative"),
     "score_function": ("softmax", "sigmoid"),
@@ -418,10 +421,9 @@ def _check_ends(config: ModelFields) -> None:
             f"{config.segments})."
         )
     if config.head_transform and config.activation in GATED:
-        plain = [name for name in CHOICES["activation"] if name not in GATED]
         raise ConfigError(
             f"model.head_transform=true uses the FFN's activation, but model.activation={config.activation!r} is "
-            f"gated. Try one of {plain}."
+            f"gated. Try one of {list(UNGATED)}."
         )
 
 

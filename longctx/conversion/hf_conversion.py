@@ -202,8 +202,7 @@ def import_hf(
     reader = HfReader(folder, mtp=mtp)
     log_ignored_keys(reader.folder, reader.ignored_keys)
     passthrough = _select_passthrough(reader, text_only=text_only)
-    reads_images = passthrough is not None or FAMILIES[reader.model_type].reads_images
-    auxiliary = find_auxiliary_files(reader.folder, include_processors=reads_images)
+    auxiliary = find_auxiliary_files(reader.folder, include_processors=_reads_images(reader, passthrough))
     log_skipped_files(reader.folder, reader.files().union(map(hf_path, auxiliary)))
     source_dtype = reader.dtype
     # Before anything is written: a conversion that cannot be verified as requested fails here.
@@ -261,6 +260,11 @@ def import_hf(
         auxiliary_files=tuple(map(hf_path, auxiliary)),
         tensors=tensors, logits=logits, logits_skip_reason=no_logits or None,
     )  # fmt: skip
+
+
+def _reads_images(reader: HfReader, passthrough: PassthroughPart | None) -> bool:
+    """Return True if the model, or a part that is carried along, has its input from an image processor."""
+    return passthrough is not None or FAMILIES[reader.model_type].reads_images
 
 
 def _select_passthrough(reader: HfReader, *, text_only: bool) -> PassthroughPart | None:

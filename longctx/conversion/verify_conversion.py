@@ -308,8 +308,10 @@ def _transformers_logits(
         call = partial(model, tokens_BT)
         if source_S is not None:
             call = partial(model, source_S[None], decoder_input_ids=tokens_BT)
-        eager_TV = call().logits[0].float()
-        if not _switch_attention(model):
+        eager = call()
+        eager_TV = eager.logits[0].float()
+        # GPT-1 has neither another attention nor a cache: its pair has no difference.
+        if not _switch_attention(model) and _cache_name(eager) is not None:
             return {TWO_PASSES: (eager_TV, _in_two_passes(model, tokens_BT, cut))}
         reference_TV = call().logits[0].float()
         pairs = {TWO_ATTENTIONS: (reference_TV, eager_TV)}
@@ -329,16 +331,21 @@ def _switch_attention(model: Any) -> bool:
         model.set_attn_implementation("sdpa")
     except (ValueError, ImportError):
         return False
-    # Image GPT's class keeps its own without an error.
+    # Some old classes, such as Image GPT's, keep their own without an error.
     return model.config._attn_implementation == "sdpa"
+
+
+def _cache_name(output: Any) -> str | None:
+    """Return the name for the cache in transformers' output, which depends on the version; None if it has none."""
+    return next((name for name in ("cache", "past_key_values") if name in output), None)
 
 
 def _in_two_passes(model: Any, tokens_BT: Tensor, cut: int) -> Tensor:
     """Compute transformers' logits [T, V] with tokens from ``cut`` on reading a cache of earlier ones."""
     first = model(tokens_BT[:, :cut], use_cache=True)
-    # transformers is renaming the cache, class by class.
-    key = "cache" if "cache" in first else "past_key_values"
-    second = model(tokens_BT[:, cut:], **{key: first[key]}, use_cache=True)
+    name = _cache_name(first)
+    assert name is not None, f"{type(model).__name__} returns no cache"
+    second = model(tokens_BT[:, cut:], **{name: first[name]}, use_cache=True)
     return torch.cat([first.logits, second.logits], dim=1)[0].float()
 
 

@@ -31,7 +31,13 @@ def _inner() -> ConfigRule:
             return {"ffn_size": 4 * integer(hf, "n_embd")}
         return {"ffn_size": typed("n_inner", inner, "int")}
 
-    return ConfigRule(keys=("n_inner",), read=read, write=lambda config: {"n_inner": config.ffn_size})
+    def write(config: ModelFields) -> dict[str, Any]:
+        # Null for the usual width, as in published files.
+        if config.ffn_size == 4 * config.hidden_size:
+            return {"n_inner": None}
+        return {"n_inner": config.ffn_size}
+
+    return ConfigRule(keys=("n_inner",), read=read, write=write)
 
 
 def _dropout() -> ConfigRule:
@@ -157,11 +163,8 @@ def matrices() -> tuple[TensorRule, ...]:
 
 def _block_tensors(first_norm: str, second_norm: str) -> tuple[TensorRule, ...]:
     """Return the rules for a block's tensors; the arguments are our norm names for ln_1 and ln_2."""
-    return (
-        *matrices(),
-        *_layer_norm(BLOCK + first_norm, "h.{layer}.ln_1"),
-        *_layer_norm(BLOCK + second_norm, "h.{layer}.ln_2"),
-    )
+    norms = _layer_norm(BLOCK + first_norm, "h.{layer}.ln_1") + _layer_norm(BLOCK + second_norm, "h.{layer}.ln_2")
+    return matrices() + norms
 
 
 # Causal masks and positions, which old transformers versions saved as buffers.

@@ -23,19 +23,19 @@ def _colours() -> ConfigRule:
     return ConfigRule(keys=("vocab_size",), read=read, write=lambda config: {"vocab_size": config.vocab_size})
 
 
+_OWN = (
+    _colours(),
+    # transformers calls it ImageGPTLayerNorm: it neither subtracts the mean nor adds a bias.
+    constant(norm="rmsnorm", tie_embeddings=False),
+    translated("activation_function", "activation", ACTIVATIONS, default="quick_gelu"),
+    # A head with fewer rows than the table cannot be tied to it.
+    only("tie_word_embeddings", False),
+)
+
 IMAGE_GPT = Family(
     model_type="imagegpt",
     architecture="ImageGPTForCausalImageModeling",
-    rules=(
-        *STACK,
-        *GPT2_OPTIONS,
-        _colours(),
-        # transformers calls it ImageGPTLayerNorm: it neither subtracts the mean nor adds a bias.
-        constant(norm="rmsnorm", tie_embeddings=False),
-        translated("activation_function", "activation", ACTIVATIONS, default="quick_gelu"),
-        # A head with fewer rows than the table cannot be tied to it.
-        only("tie_word_embeddings", False),
-    ),
+    rules=STACK + GPT2_OPTIONS + _OWN,
     tensors=(
         gpt_tensor(("model.embed_tokens.weight",), "wte.weight"),
         gpt_tensor(("model.embed_positions.weight",), "wpe.weight"),

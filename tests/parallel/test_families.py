@@ -20,7 +20,7 @@ from tests.longctx.families import hf_models
 FAMILIES = (
     *("llama yarn", "llama dynamic", "llama longrope", "mistral", "qwen2", "seed_oss", "qwen2_moe", "qwen3 window"),
     *("qwen3_moe", "mixtral window", "olmoe", "gemma2", "gemma3_text", "gpt2", "deepseek_v2", "deepseek_v3", "gpt_oss"),
-    "openai-gpt",
+    *("openai-gpt", "imagegpt"),
 )
 WAYS = (("zigzag", 1), ("balanced", 1), ("zigzag", 2), ("contiguous", 1), ("striped", 1), ("contiguous", 2))
 """Layout, and ranks that split heads; one for each family in turn, another for each number of ranks."""

@@ -78,6 +78,7 @@ COUNTED: dict[str, dict[str, Any]] = {
     "latent, queries too": {**LATENT, "q_lora_rank": 3},
     "latent, values as wide as keys": {**LATENT, "value_head_dim": 0},
     "learned positions, untied": {"position": "learned", "tie_embeddings": False},
+    "fewer outputs": {"activation": "quick_gelu", "num_experts": 0, "tie_embeddings": False, "output_vocab_size": 11},
     "relative": {"position": "relative", "hidden_size": 6},  # as wide as a head: see attention_flops
     "relative, window": {"position": "relative", "hidden_size": 6, "layers": ("window",), "window": 3},
     "sandwich": {"norm_order": "sandwich", "norm": "layernorm"},

@@ -103,7 +103,7 @@ def test_weights_are_all_that_tokens_are_multiplied_by(preset):
     config = load_run_config(["--config", "quickstart", "--model.preset", preset, "--parallel.expert", "1"])
     model = config.model.config()
     blocks = build_shapes(config).model.layers
-    counted = model.vocab_size * model.embedding_dim
+    counted = model.head_rows * model.embedding_dim
     counted += sum(weight.outer * weight.inner for weight in embedding_projections(model, 1.0))
     of_source = 0
     for weight, count in weights_in(blocks).items():

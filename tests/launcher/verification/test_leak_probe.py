@@ -51,6 +51,7 @@ def nothing_leaks(ways: list[dict[str, Any]]) -> None:
 @pytest.mark.timeout(200)
 def test_nothing_leaks():
     ways = [{}, {**LINEAR, "train.chunk_tokens": 20}, {**HYBRID, **AHEAD}, BOTH_SIDES]
+    ways.append({"model.tie_embeddings": "false", "model.output_vocab_size": 3})
     run_distributed(nothing_leaks, 2, ways, timeout=180)
 
 

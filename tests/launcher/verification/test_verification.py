@@ -16,7 +16,7 @@ from launcher.config.tokens_per_rank_rules import with_context
 from launcher.recipes.find import recipes
 from launcher.verification.choices import RouterState, unexplained_share
 from launcher.verification.compare import part_of
-from launcher.verification.shrink import TOKENS_A_RANK, shrink
+from launcher.verification.shrink import TOKENS_A_RANK, VOCABULARY, shrink
 from longctx.kernels.processor import MATMUL_MODES
 from tests.helpers import run_distributed
 from tests.launcher.runs import TINY_MODEL, recipe_flags, resolved
@@ -49,6 +49,7 @@ ALBERT = {
     "model.norm": "layernorm",
     "model.norm_order": "post",
 }
+FEWER_OUTPUTS = {"model.tie_embeddings": "false", "model.output_vocab_size": 100}
 CHUNKS = {"train.chunk_tokens": 20, "train.keep": "attention"}
 
 
@@ -88,6 +89,7 @@ def find(mutants: list[str], changed: dict[str, Any]) -> None:
 @pytest.mark.timeout(200)
 def test_right_configurations_agree():
     ways = [CHUNKS, {"zero.stage": 3, "train.dtype": "bfloat16"}, {**MASKED, "model.position": "t5"}]
+    ways.append({**FEWER_OUTPUTS, **CHUNKS, "zero.stage": 3})
     run_distributed(agree, 2, ways, timeout=180)
 
 
@@ -111,6 +113,13 @@ def test_a_small_run_has_the_rows_of_a_large_one():
     assert small.micro_batches(4).sizes == (7, 6)
     assert small.parallel.tokens_per_rank <= TOKENS_A_RANK
     assert 7 * small.data.seq_len <= 4 * TOKENS_A_RANK
+
+
+@pytest.mark.parametrize(("outputs", "shrunk"), [(0, 0), (100, 100), (49_999, VOCABULARY - 1)])
+def test_a_small_run_has_fewer_outputs_too(outputs, shrunk):
+    changed = {**FEWER_OUTPUTS, "model.vocab_size": 50_000, "model.output_vocab_size": outputs}
+    small = shrink(resolved(load_run_config(flags(changed)), ranks=4), 4).config
+    assert (small.model.vocab_size, small.model.output_vocab_size) == (VOCABULARY, shrunk)
 
 
 @pytest.mark.slow

@@ -77,6 +77,12 @@ REFUSED = {
     ),
     "pairs of a causal model": ({"pair_head": "nsp", "segments": 2}, "model.causal=false .now true.*segments=2 .now 2"),
     "pairs of one segment": ({"pair_head": "sop", "causal": False}, "pair_head='sop' classifies two segments.*.now 0"),
+    "outputs for all": ({"output_vocab_size": 97}, "output_vocab_size=97 must be below.*Try model.output_vocab_size=0"),
+    "fewer outputs, tied": (
+        {"output_vocab_size": 96},
+        "output_vocab_size=96 gives.*fewer rows.*tie_embeddings=true.*tie_embeddings=false",
+    ),
+    "negative outputs": ({"output_vocab_size": -1}, "output_vocab_size=-1 must not be negative; 0 disables it"),
     "one bucket": ({"position": "t5", "relative_buckets": 1}, "relative_buckets=1 must be at least 2"),
     "near": ({"position": "t5", "relative_max_distance": 16}, "relative_max_distance=16 must exceed 16.*Try 128"),
     "dense layer": ({"dense_layers": (2,)}, r"dense_layers=\[2\] must list layers from 0 to 1"),
@@ -208,7 +214,7 @@ ANY_VALUES = {
     "selection_bias_rate": st.sampled_from([0.0, 0.01]),
     "router_jitter": st.sampled_from([0.0, 0.1]),
     "capacity_factor": st.sampled_from([0.0, 1.0, 1.5]),
-    "tie_embeddings": st.booleans(),
+    "outputs": st.sampled_from([(True, 0), (False, 0), (False, 9)]),
     "embedding_scale": st.sampled_from([1.0, 2.0]),
     "residual_scale": st.sampled_from([1.0, 0.5]),
     "logit_scale": st.sampled_from([1.0, 0.5]),
@@ -222,6 +228,7 @@ TOGETHER = {
     "heads": ("num_heads", "num_kv_heads"),
     "head": ("embedding_size", "head_transform"),
     "pairs": ("pair_head", "segments"),
+    "outputs": ("tie_embeddings", "output_vocab_size"),
     "latent": ("kv_lora_rank", "rope_head_dim", "q_lora_rank", "value_head_dim"),
     "relative": ("relative_buckets", "relative_max_distance"),
     "delta_heads": ("delta_key_heads", "delta_value_heads"),
@@ -291,13 +298,13 @@ def check_runs(config: ModelConfig) -> None:
     """Loss and every gradient of a packed batch are finite and there; parameters are as many as arithmetic says."""
     model = CausalLM(Decoder(config))
     assert sum(count_parameters(config).values()) == sum(p.numel() for p in model.parameters())
-    batch = ahead(packed_batch([[5, 1, 6], [9, 3]], vocab_size=13))
+    batch = ahead(packed_batch([[5, 1, 6], [9, 3]], vocab_size=config.head_rows))
     if config.encoder_layers:
-        batch = pair_batch(((5, 4), (1, 7), (6, 2)), vocab=13)
+        batch = pair_batch(((5, 4), (1, 7), (6, 2)), vocab=config.head_rows)
     loss = model.loss_sum(model(batch, TrainingPass(seed=1)))
     step_loss(loss, 0.5, config.router_z_loss_weight).backward()
     assert loss["nll"].isfinite()
-    assert 0.2 < loss["nll"].item() / batch.num_targets / math.log(13) < 5
+    assert 0.2 < loss["nll"].item() / batch.num_targets / math.log(config.head_rows) < 5
     if model.network.pair_head is not None:
         for p in model.network.pair_head.parameters():  # the causal objective does not read it
             p.grad = p.new_zeros(p.shape)

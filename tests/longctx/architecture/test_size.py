@@ -21,6 +21,10 @@ RECIPES = sorted(QUICKSTART.parent.glob("*.toml"))
 PUBLISHED = {
     "gpt-1": 116_534_784,
     "gpt2-xl": 1_557_611_200,
+    # 76 million, 455 million and 1.4 billion in the paper.
+    "igpt-small": 76_682_240,
+    "igpt-medium": 455_489_536,
+    "igpt-large": 1_362_914_304,
     "llama-2-7b": 6_738_415_616,
     "llama-3.1-8b": 8_030_261_248,
     "mixtral-8x7b": 46_702_792_704,

@@ -249,6 +249,12 @@ CASES = {
         | {"bos_token_id": None, "eos_token_id": None},
         sizes={},
     ),
+    "imagegpt": Case(
+        "ImageGPT",
+        {"n_embd": 36, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 97, "n_inner": 50},
+        sizes={},
+        auto_class="ImageGPTForCausalImageModeling",
+    ),
     "deepseek_v2": Case("DeepseekV2", _LATENT | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7}),
     "deepseek_v2 lite": Case(
         "DeepseekV2", _LATENT | {"q_lora_rank": None, "first_k_dense_replace": 0, "rope_parameters": _MSCALED}
@@ -343,13 +349,22 @@ WITH_CLASS = tuple(name for name in FAMILIES if name != "mimo")
 """Families that transformers has a class of; MiMo's is its makers' own, which ``mtp_models`` builds."""
 
 
-def build(case: Case, *, seed: int = 0) -> Any:
-    """The model in float32, in evaluation, every tensor far from where it starts; attention by definition."""
+def new_model(auto_class: str, config: Any) -> Any:
+    """A model of transformers' class, with weights as it starts."""
     import transformers
 
+    chosen = getattr(transformers, auto_class)
+    # A class of its own, if no Auto class has the model.
+    if not auto_class.startswith("Auto"):
+        return chosen(config)
+    return chosen.from_config(config)
+
+
+def build(case: Case, *, seed: int = 0) -> Any:
+    """The model in float32, in evaluation, every tensor far from where it starts; attention by definition."""
     config = case.config()
     config._attn_implementation = "eager"
-    model = getattr(transformers, case.auto_class).from_config(config).eval()
+    model = new_model(case.auto_class, config).eval()
     # transformers 5 ties all that it makes, and leaves apart what it reads so.
     if case.values.get("feed_forward_proj") == "gated-gelu":
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
@@ -438,5 +453,8 @@ def gradients_by_our_names(model: Any, folder: Path) -> dict[str, Tensor]:
 
 
 def tokens_of(config: ModelConfig, *, rows: int = 2, length: int = 40, seed: int = 1) -> Tensor:
-    """Random tokens [rows, length]."""
-    return torch.randint(config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+    """Random tokens [rows, length] that the model can predict, after a first one that it perhaps cannot."""
+    tokens = torch.randint(config.head_rows, (rows, length), generator=torch.Generator().manual_seed(seed))
+    if config.output_vocab_size:
+        tokens[:, 0] = config.vocab_size - 1
+    return tokens

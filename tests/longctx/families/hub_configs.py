@@ -109,6 +109,14 @@ HUB: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
         "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 40478,
     },
+    "imagegpt-small": {
+        "model_type": "imagegpt", "architectures": ["ImageGPTForCausalImageModeling"],
+        "activation_function": "quick_gelu", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "n_embd": 512, "n_head": 8, "n_inner": None, "n_layer": 24, "n_positions": 1024,
+        "reorder_and_upcast_attn": False, "resid_pdrop": 0.1, "scale_attn_by_inverse_layer_idx": False,
+        "scale_attn_weights": True, "tie_word_embeddings": False, "torch_dtype": "float32",
+        "transformers_version": "4.12.0.dev0", "use_cache": True, "vocab_size": 513,
+    },
     "DeepSeek-V2-Lite": _COMMON | {
         "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False,
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, "aux_loss_alpha": 0.001,
@@ -209,6 +217,7 @@ PARAMETERS = {
     "gemma-3-1b-pt": 999_885_952,
     "gpt2-xl": 1_557_611_200,
     "openai-gpt": 116_534_784,
+    "imagegpt-small": 76_682_240,
     "DeepSeek-V2-Lite": 15_706_484_224,
     "DeepSeek-V3": 671_026_404_352,
     "gpt-oss-20b": 20_914_757_184,

@@ -19,7 +19,7 @@ from longctx.errors import ConfigError
 from longctx.families import FAMILIES, canonical_fields, config_to_hf, family_of
 from longctx.families.spec import IGNORED_KEYS
 from longctx.model.decoder import Decoder
-from tests.longctx.families.hf_models import CASES, TWO_STACKS, WITH_CLASS
+from tests.longctx.families.hf_models import CASES, TWO_STACKS, WITH_CLASS, new_model
 from tests.longctx.families.hub_configs import HUB, PARAMETERS
 from tests.longctx.samples import dense_config, tiny_config
 
@@ -82,7 +82,7 @@ class TestThereAndBack:
             ("Llama-2-7b-hf", "llama-2-7b"), ("Llama-3.1-8B", "llama-3.1-8b"), ("Mixtral-8x7B-v0.1", "mixtral-8x7b"),
             ("Qwen3-30B-A3B", "qwen3-30b-a3b"), ("DeepSeek-V3", "deepseek-v3"), ("gpt2-xl", "gpt2-xl"),
             ("openai-gpt", "gpt-1"), ("bart-base", "bart-base"), ("opus-mt-en-de", "opus-mt"), ("t5-small", "t5-small"),
-            ("t5-v1_1-base", "t5-v1.1-base"),
+            ("t5-v1_1-base", "t5-v1.1-base"), ("imagegpt-small", "igpt-small"),
         ],
     )  # fmt: skip
     def test_presets_are_what_was_published(self, hub, preset):
@@ -97,7 +97,7 @@ class TestThereAndBack:
 
         theirs = transformers.CONFIG_MAPPING[model_type](**CHANGED_DEFAULTS.get(model_type, {}))
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(theirs)
+            model = new_model(FAMILIES[model_type].auto_class, theirs)
         # A file has no more than what JSON says.
         config = ModelConfig.from_hf(json.loads(theirs.to_json_string(use_diff=False)))
         shapes, buffers = parameter_shapes(config), ("correction_bias", "layer_scalar")

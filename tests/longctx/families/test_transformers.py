@@ -128,7 +128,7 @@ def test_a_folder_comes_back_bit_for_bit(name, models, tmp_path):
     hf = json.loads((tmp_path / "again" / "config.json").read_text())
     assert hf["model_type"] == model_type
     assert ModelConfig.from_hf(hf) == config
-    same, report = transformers.AutoModelForCausalLM.from_pretrained(
+    same, report = getattr(transformers, CASES[name].auto_class).from_pretrained(
         str(tmp_path / "again"), local_files_only=True, output_loading_info=True, attn_implementation="eager"
     )
     assert not any(report.values()), report
@@ -151,7 +151,7 @@ def test_the_layout_of_memory_is_read_too(name, models, tmp_path):
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2 untied", "openai-gpt"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2 untied", "openai-gpt", "imagegpt"])
 def test_gpt_without_its_prefix_and_with_old_buffers(name, models, tmp_path):
     _, folder = models(name)
     bare = {key.removeprefix("transformer."): tensor for key, tensor in hf_models.on_disk(folder).items()}

@@ -67,3 +67,9 @@ def test_additive_penalties_are_of_new_tokens_alone():
 def test_penalties_that_are_none(options, said):
     with pytest.raises(ConfigError, match=said):
         Penalties(**options)
+
+
+def test_an_id_of_the_prompt_that_has_no_output_has_no_penalty():
+    penalize = Penalties(repetition=2.0, presence=0.5).start([1, 3, 4])
+    found = penalize(torch.tensor([1.0, 2.0, -1.0]), [2])
+    assert found.tolist() == [1.0, 1.0, -2.5]

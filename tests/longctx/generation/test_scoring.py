@@ -7,10 +7,12 @@ import torch
 
 from longctx.errors import ConfigError
 from longctx.generation.loop import generate
+from longctx.generation.prefill import token_scores
 from longctx.generation.scoring import Pair, Score, can_share, score_after_context, score_packed
 from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from tests.longctx.cached_models import MODELS, config_of, ids_of
+from tests.longctx.samples import dense_config
 
 PAIRS = [
     Pair(ids_of(length)[:cut], ids_of(length)[cut:]) for length, cut in ((2, 1), (9, 8), (9, 1), (23, 17), (31, 5))
@@ -87,3 +89,18 @@ def test_nothing_to_score_is_refused():
             score_packed(decoder, [pair])
         with pytest.raises(ConfigError, match=said):
             score_after_context(decoder, pair.context, [pair.continuation])
+
+
+def test_a_token_without_an_output_has_no_likelihood():
+    """It may begin a sequence."""
+    config = dense_config(tie_embeddings=False, output_vocab_size=90)
+    decoder = Decoder(config, {"softmax": LocalAttention("blockwise")}).double()
+    check(score_packed(decoder, [Pair([96, 3], [89])]), [wanted(decoder, Pair([96, 3], [89]))])
+    said = r"id 90 has no likelihood: the model predicts ids 0 to 89 only .model.output_vocab_size=90"
+    with pytest.raises(ConfigError, match=said):
+        score_packed(decoder, [Pair([96], [3, 90])])
+    with pytest.raises(ConfigError, match=said):
+        score_after_context(decoder, [96], [[3], [90, 4]])
+    assert len(token_scores(decoder, [96, 3, 89]).nll) == 2
+    with pytest.raises(ConfigError, match=said):
+        token_scores(decoder, [3, 90])

@@ -61,3 +61,11 @@ def test_every_word_has_an_activation():
     inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
     torch.testing.assert_close(PLAIN["quick_gelu"](x), x / (1 + torch.exp(-1.702 * x)))
     torch.testing.assert_close(PLAIN["gelu_tanh"](x), 0.5 * x * (1 + torch.tanh(inner)))
+
+
+def test_quick_gelu_keeps_one_tensor_for_backward():
+    kept = []
+    x = torch.randn(5, 3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        PLAIN["quick_gelu"](x * 2)
+    assert [tensor.shape for tensor in kept if tensor.dim()] == [x.shape]
