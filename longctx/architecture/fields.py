@@ -341,6 +341,11 @@ class ModelFields(
         return self.head_rows > 0
 
     @property
+    def output_width(self) -> int:
+        """Width of the last hidden states: each stage after the first doubles it."""
+        return self.hidden_size * 2 ** max(0, len(self.image.depths) - 1)
+
+    @property
     def head_rows(self) -> int:
         """Output head rows: one logit for each id below this number; 0 without a token head."""
         if not self.token_head:

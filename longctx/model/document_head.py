@@ -58,7 +58,7 @@ def build_class_head(config: ModelConfig) -> DocumentHead | None:
     """Build the head for an image's class; None if the model has none."""
     if not config.classes:
         return None
-    return DocumentHead(config.hidden_size, config.classes, bias=config.class_bias)
+    return DocumentHead(config.output_width, config.classes, bias=config.class_bias)
 
 
 def document_pool(

@@ -72,7 +72,9 @@ def run_stages(
     need another one, and ``core`` moves the tokens there.
     """
     stages: Sequence[Any] = model.stages
-    documents = PackedDocuments.of(given.cu_seqlens, given.tokens_Bt.numel())
+    # Boundaries are global: this process may have part of the tokens.
+    num_tokens = None if given.cu_seqlens is not None else given.tokens_Bt.numel()
+    documents = PackedDocuments.of(given.cu_seqlens, num_tokens)
     images = num_images(documents, stages[0].config.image.num_tokens)
     order = _stage_order(stages[0].config, images)
     x_BtM = stages[0].embed_images(given.pixels, given.positions_Bt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from longctx.model.attention.core import AttentionCore
 from parallel.attention.context_parallel_core import ContextParallelAttention
 from parallel.attention.context_parallel_gated_delta import ContextParallelGatedDelta
+from parallel.attention.context_parallel_image_windows import ContextParallelImageWindows
 from parallel.attention.context_parallel_linear import ContextParallelLinearAttention
 from parallel.attention.context_parallel_plan import ContextParallelOptions, CoreOverRanks
 from parallel.mesh import Mesh
@@ -13,6 +14,7 @@ CORES: dict[str, type[CoreOverRanks]] = {
     "softmax": ContextParallelAttention,
     "linear": ContextParallelLinearAttention,
     "gated_delta": ContextParallelGatedDelta,
+    "image_windows": ContextParallelImageWindows,
 }
 
 

@@ -26,6 +26,18 @@ def vit_config(image: ImageShape = PATCHES, **changes) -> ModelConfig:
     return tiny_config(**{**_BOTH_WAYS, **sizes, **changes})
 
 
+WINDOWS = ImageShape(height=12, width=24, channels=1, patch=2, window=3, depths=(2, 3))
+"""72 patches in 8 windows, then 18 in 2."""
+
+
+def swin_config(image: ImageShape = WINDOWS, **changes) -> ModelConfig:
+    """A Swin of two stages, the second of which has windows as high as the image."""
+    sizes = {"vocab_size": 0, "num_layers": 5, "num_heads": 2, "num_kv_heads": 2, "embedding_norm": True, "classes": 5}
+    dense = {"num_experts": 0, "shared_ffn_size": 0, "class_pool": "mean", "position": "none"}
+    windows = {"layers": ("image_window", "shifted_window"), "image": image}
+    return tiny_config(**{**_BOTH_WAYS, **sizes, **dense, **windows, **changes})
+
+
 def igpt_config(**changes) -> ModelConfig:
     """A model of palette colours and one more id, for begin and mask."""
     sizes = {"vocab_size": COLOURS + 1, "output_vocab_size": COLOURS, "max_positions": 15, "image": GRAY}

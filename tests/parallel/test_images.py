@@ -24,7 +24,7 @@ from parallel.parallelize import build_parallel_model
 from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.zero_engine import ZeroEngine
 from tests.helpers import on_ranks, run_distributed
-from tests.longctx.image_samples import PATCHES, igpt_config, image_stream, vit_config
+from tests.longctx.image_samples import PATCHES, igpt_config, image_stream, swin_config, vit_config
 from tests.longctx.samples import gradients, randomize
 from tests.parallel.attention.test_attention import ways
 
@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[ModelConfig, Objective]] = {
     "class token": (vit_config(**DENSE, residual_dropout=0.1), CLASSES),
     "means": (vit_config(replace(PATCHES, class_token=False), **DENSE, class_pool="mean", max_positions=15), CLASSES),
     "means of experts": (vit_config(class_pool="mean"), CLASSES),
+    "windows": (swin_config(), CLASSES),
     "pixels": (igpt_config(), Objective("causal")),
     "classes of pixels": (
         igpt_config(**DENSE, classes=5, class_pool="mean", class_bias=False, token_head=False, output_vocab_size=0),
@@ -47,12 +48,16 @@ ROW = 96
 
 def stream_of(config: ModelConfig, seed: int = 0) -> Stream:
     count = 5
-    return image_stream(config, count, padding=ROW - count * config.image.num_tokens, seed=seed)[0]
+    # Windows need complete images, of padding too.
+    row = 7 * 72 if config.image.window else ROW
+    return image_stream(config, count, padding=row - count * config.image.num_tokens, seed=seed)[0]
 
 
 def split(stream: Stream, mesh: Mesh, layout: str, *, causal: bool) -> Stream:
     """This rank's tokens."""
-    place = SequenceLayout.build(layout, ROW, mesh.context, stream.documents, mesh.ulysses, causal=causal)
+    place = SequenceLayout.build(
+        layout, stream.documents.num_tokens, mesh.context, stream.documents, mesh.ulysses, causal=causal
+    )
     return replace(stream.map_tokens(lambda x: place.split(x, mesh.context_rank, 1)), placement=place)
 
 
@@ -72,10 +77,10 @@ def test_every_layout_gives_the_gradients_of_one_process(world_size, how_many):
     run_distributed(check_models, world_size, how_many, timeout=500.0)
 
 
-def check_models(how_many: int):
+def check_models(how_many: int, names: tuple[str, ...] = tuple(MODELS)):
     """So many cases of each way to share sequences."""
     world, wanted = dist.get_world_size(), {}
-    cases = list(itertools.product(MODELS, KINDS, ("all", "attention", "inputs"), (0, 5)))
+    cases = list(itertools.product(names, KINDS, ("all", "attention", "inputs"), (0, 5)))
     for way in ways(world):
         axes = {name: way[name] for name in ("ulysses", "ranks_per_node") if name in way}
         mesh = Mesh.build(context=world, **axes)
@@ -136,7 +141,7 @@ def train_alone(config: ModelConfig, objective: Objective) -> tuple[list[float],
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["class token", "means", "pixels and classes"])
+@pytest.mark.parametrize("name", ["class token", "means", "windows", "pixels and classes"])
 @pytest.mark.parametrize(
     ("world_size", "context", "stages"),
     [
