@@ -14,6 +14,7 @@ from longctx.families.config_rules import (
     divided_head_dim,
     first_of,
     integer,
+    only,
     same,
     translated,
     typed,
@@ -128,6 +129,8 @@ VIT = Family(
         all_heads(),
         _images(),
         classes_of("ViTForImageClassification"),
+        # transformers 5 derives the mask's direction from it.
+        only("is_causal", None, False, written=False),
         unsupported_dropout("attention_probs_dropout_prob", 0.0),
         same("hidden_dropout_prob", "residual_dropout", default=0.0),
     ),

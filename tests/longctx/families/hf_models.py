@@ -347,8 +347,8 @@ TWO_STACKS = {
 }
 """Those with an encoder beside the decoder."""
 _VIT_SIZES = {
-    "hidden_size": 30, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 50, "image_size": [12, 20],
-    "patch_size": 4, "num_labels": 7,
+    "hidden_size": 30, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 50,
+    "image_size": [12, 20], "patch_size": 4, "num_labels": 7,
 }  # fmt: skip
 _SWIN_SIZES = {
     "image_size": [24, 48], "patch_size": 2, "embed_dim": 8, "depths": [2, 3], "num_heads": [2, 4], "window_size": 3,

@@ -163,6 +163,7 @@ CLASSIFIER = {"architectures": ["ViTForImageClassification"]}
         (CLASSIFIER | {"id2label": {"0": "cat", "2": "dog"}}, "no name for class 1"),
         (CLASSIFIER | {"id2label": ["cat", "dog"]}, "must be a table with a name per class"),
         ({"architectures": ["ViTForMaskedImageModeling"]}, "vit means ViTModel"),
+        ({"is_causal": True}, "is_causal=True is not supported"),
         ({"window": 3}, "keys that longctx does not read for a vit model: window=3"),
     ],
 )
