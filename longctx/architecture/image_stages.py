@@ -11,12 +11,12 @@ from longctx.architecture.fields import ModelFields
 F = TypeVar("F", bound=ModelFields)
 
 
-@lru_cache(maxsize=32)
 def stage_configs(config: F) -> tuple[F, ...]:
     """Return each stage as its own model; empty if the model has no stages (``model.image.depths``)."""
     return tuple(_stage(config, number) for number in range(len(config.image.depths)))
 
 
+@lru_cache(maxsize=64)
 def _stage(config: F, number: int) -> F:
     # A stage's tokens are patches of the image with twice the side, merged from four.
     factor = 2**number
