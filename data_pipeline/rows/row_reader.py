@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -91,11 +91,20 @@ class RowReader:
 
 
 def reader_options_for(
-    folders: Sequence[ShardSet], packing: Packing, seq_len: int, source_seq_len: int, *, seed: int
+    folders: Sequence[ShardSet],
+    packing: Packing,
+    seq_len: int,
+    source_seq_len: int,
+    *,
+    seed: int,
+    augments: bool = True,
 ) -> dict[str, Any]:
-    """Return a folder's source side or recipe as ``RowReader`` fields; empty for texts that are read unchanged."""
+    """Return a folder's source side or recipe as ``RowReader`` fields; empty for texts that are read unchanged.
+
+    ``augments`` is False in validation, which reads the middle of every image, unflipped.
+    """
     if isinstance(packing.examples, ImageRule):
-        return {"recipe": Images(packing.examples, folders[0], seed=seed)}
+        return {"recipe": Images(replace(packing.examples, augment=augments), folders[0], seed=seed)}
     if folders[0].is_images:
         raise ConfigError(
             f"{folders[0].folder} contains images, which a model without model.image cannot read.\n"

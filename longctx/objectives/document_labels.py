@@ -75,6 +75,7 @@ def label_logits(
         def of_documents(sums_SM: Tensor) -> Tensor:
             return reduce_sums(sums_SM, batch)[document_F]
 
+    # The pool runs inside the head: by chunks it needs the last norm, which the head's hooks gather.
     logits_FC = head(hidden, document_pool(pool, of_documents, stream=stream, norm=network.model.norm))
     return logits_FC.to(accumulate_dtype(logits_FC.dtype))
 
@@ -111,7 +112,8 @@ def _first_tokens(batch: Batch, documents: LabelledDocuments) -> TokenPool:
 def _image_means(config: ModelConfig, batch: Batch, found: ImageHidden) -> TokenPool:
     """Return the pool of documents' means over a hierarchical model's tokens."""
     num_sums, tokens_per_image = batch.documents.num_documents, config.image.num_tokens
-    # Padding may span several images; an image is never cut.
+    # The tokens are a last stage's, so they belong to images by number, not by the batch's token indices. Padding may
+    # span several images; an image is never cut.
     starts = torch.arange(0, batch.documents.num_tokens, tokens_per_image)
     numbers = torch.searchsorted(batch.documents.cu_seqlens, starts, right=True) - 1
     for number in batch.documents.padding or ():
