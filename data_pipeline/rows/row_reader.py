@@ -104,6 +104,8 @@ def reader_options_for(
     ``augments`` is False in validation, which reads the middle of every image, unflipped.
     """
     if isinstance(packing.examples, ImageRule):
+        # Raises ConfigError if rows are too short for an image, before any row is read.
+        packing.examples.most_tokens(seq_len, source_seq_len)
         return {"recipe": Images(replace(packing.examples, augment=augments), folders[0], seed=seed)}
     if folders[0].is_images:
         raise ConfigError(
