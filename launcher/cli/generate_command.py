@@ -166,17 +166,16 @@ def generate_text(
         ranks: Device, memory, and ranks that deepspeed or torchrun starts.
     """
     from launcher.generation.generation_options import GenerationCommandOptions, PromptSource
-    from launcher.generation.generation_run import session
     from parallel.runtime.launched import environment_rank
 
     if pictures.is_used:
         of_texts = {"prompt": prompt, "prompt_file": prompt_file, "prompts_file": prompts_file, "system": system}
-        of_texts |= {"max_new_tokens": max_new_tokens, "chat": chat, "max_sequences": max_sequences}
-        of_texts |= {"stop": choosing.stop, "beyond_positions": beyond_positions}
+        of_texts |= {"max_new_tokens": max_new_tokens, "chat": chat, "chat_template": chat_template != "none"}
+        of_texts |= {"max_sequences": max_sequences, "beyond_positions": beyond_positions, "stop": choosing.stop}
         draw_continuations(
             pictures,
             choosing.strategy(),
-            _flags_set({**of_texts, "chat_template": chat_template != "none"}),
+            _flags_set(of_texts),
             checkpoint=checkpoint,
             output=output,
             penalties=choosing.penalties(),
@@ -207,6 +206,14 @@ def generate_text(
         beyond_positions=beyond_positions,
         **ranks.values(),
     )
+    _continue_texts(options)
+
+
+def _continue_texts(options: GenerationCommandOptions) -> None:
+    """Continue the prompts, or answer in a chat."""
+    from launcher.generation.generation_run import session
+    from parallel.runtime.launched import environment_rank
+
     # All ranks compute; rank 0 writes.
     is_rank_0 = environment_rank()[0] == 0
     with session(options) as current:

@@ -64,7 +64,7 @@ def draw_continuations(
     if isinstance(strategy, Beams):
         unused = [*unused, "--beams"]
     if unused:
-        raise ConfigError(f"continuing a picture does not read these options for texts: {', '.join(unused)}. Omit them.")
+        raise ConfigError(f"a picture is continued without these options for texts: {', '.join(unused)}. Omit them.")
     if output is None:
         raise ConfigError("--output is missing: the PNG file to write, such as --output continued.png.")
     assert not isinstance(strategy, Beams)

@@ -68,7 +68,7 @@ class GenerationOptions:
         """
         check_chunk_tokens(self.chunk_tokens)
         if self.num_choices is not None and isinstance(self.strategy, Beams):
-            raise ConfigError(f"num_choices={self.num_choices} has no effect on beam search. Choose greedily or sample.")
+            raise ConfigError(f"num_choices={self.num_choices} has no effect on beams. Choose greedily, or sample.")
         if not model.config.causal:
             raise ConfigError(
                 "this model is bidirectional (model.causal=false), so it cannot generate text. Evaluate it "
