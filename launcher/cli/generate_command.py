@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -110,15 +110,30 @@ def _flags_set(values: Mapping[str, Any]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name, value in values.items() if value not in (None, "", False, [])]
 
 
+def _required(max_new_tokens: int | None) -> int:
+    """Return the limit; raise ConfigError if it is not given."""
+    if max_new_tokens is None:
+        raise ConfigError(
+            "--max-new-tokens N is missing: the maximum tokens to add to a text. An image model continues a picture "
+            "instead: --image FILE.png --output NEW.png."
+        )
+    return max_new_tokens
+
+
 def _has_template(source: Path) -> bool:
-    """Return True if a tokenizer has a chat template; one that cannot be loaded is reported when it is used."""
+    """Return True if a tokenizer has a chat template, and say so; one that cannot be loaded is reported when it is
+    used.
+    """
     from longctx.chat.template_files import has_template
     from longctx.tokenizer import load_tokenizer
+    from parallel.runtime.launched import environment_rank
 
-    try:
-        return has_template(load_tokenizer(source))
-    except LongCtxError:
-        return False
+    found = False
+    with suppress(LongCtxError):
+        found = has_template(load_tokenizer(source))
+    if environment_rank()[0] == 0:
+        note("Prompts are rendered by the model's chat template." if found else "The model has no chat template.")
+    return found
 
 
 def generate_text(
@@ -166,7 +181,6 @@ def generate_text(
         ranks: Device, memory, and ranks that deepspeed or torchrun starts.
     """
     from launcher.generation.generation_options import GenerationCommandOptions, PromptSource
-    from parallel.runtime.launched import environment_rank
 
     if pictures.is_used:
         of_texts = {"prompt": prompt, "prompt_file": prompt_file, "prompts_file": prompts_file, "system": system}
@@ -184,19 +198,12 @@ def generate_text(
         )
         return
     pictures.check_unused()
-    if max_new_tokens is None:
-        raise ConfigError(
-            "--max-new-tokens N is missing: the maximum tokens to add to a text. An image model continues a picture "
-            "instead: --image FILE.png --output NEW.png."
-        )
     if chat_template == "auto" and not chat:
         chat = _has_template(tokenizer or checkpoint)
-        if environment_rank()[0] == 0:
-            note("Prompts are rendered by the model's chat template." if chat else "The model has no chat template.")
     options = GenerationCommandOptions(
         checkpoint=checkpoint,
         prompts=PromptSource(text=prompt, file=prompt_file, lines=prompts_file, chat=chat, system=system),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=_required(max_new_tokens),
         strategy=choosing.strategy(),
         penalties=choosing.penalties(),
         stop_strings=tuple(choosing.stop),
