@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.rows.images import ImageRule, Images
-from data_pipeline.rows.pack import Row
+from data_pipeline.rows.images import ImageRule
+from data_pipeline.rows.pack import Packing, Row
 from data_pipeline.rows.row_batches import Share
-from data_pipeline.rows.row_reader import RowReader
+from data_pipeline.rows.row_reader import RowReader, reader_options_for
 from data_pipeline.rows.token_masking import Masking
 from data_pipeline.shards.reader import ShardSet
 from launcher.evaluation.evaluated_model import held_out_shards
@@ -195,7 +195,8 @@ class ImageBatches:
         """Yield this rank's portion of each of its batches. Groups of ranks may get different numbers of batches."""
         tokens = self.model.image.num_tokens
         rule = image_rule(self.model, has_labels=self.has_labels)
-        reader = RowReader(self.shards, tokens, self.masking, recipe=Images(rule, self.shards, seed=0))
+        recipe = reader_options_for([self.shards], Packing(examples=rule), tokens, 0, seed=0)
+        reader = RowReader(self.shards, tokens, self.masking, **recipe)
         each = max(1, self.chunk_tokens // tokens)
         starts = range(0, len(self.numbers), each)
         for start in starts[self.mesh.data_rank :: self.mesh.data]:
