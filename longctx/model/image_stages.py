@@ -50,6 +50,12 @@ class ImageStages(nn.Module):
         self.merges = nn.ModuleList(PatchMerging(stage) for stage in configs[:-1])
 
     @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """Blocks of all stages."""
+        stages: Any = self.stages
+        return tuple(layer for stage in stages for layer in stage.layers)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
         return next(self.parameters()).dtype
