@@ -117,9 +117,10 @@ def started_model(start_from: str, *, mtp: bool = False) -> ModelConfig:
     try:
         if is_hf_model_folder(folder):
             # Deferred because it is slow and seldom needed.
+            from longctx.conversion.image_processor import model_of_folder
             from longctx.conversion.weights.json_files import read_checkpoint_json
 
-            return ModelConfig.from_hf(read_checkpoint_json(folder / "config.json"), mtp=mtp)
+            return model_of_folder(folder, read_checkpoint_json(folder / "config.json"), mtp=mtp)
         return _own_model(folder)
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"run.start_from={start_from!r}: {error}") from error
