@@ -22,7 +22,6 @@ import numpy as np
 from data_pipeline.mixture.file import Mixture, is_mixture
 from data_pipeline.mixture.mixed_order import MixedOrder, MixtureEstimate
 from data_pipeline.rows.epoch_blocks import FirstRows, PackReport
-from data_pipeline.rows.images import ImageRule
 from data_pipeline.rows.micro_batches import MicroBatches, balanced
 from data_pipeline.rows.order import FolderOrder, RowOrder
 from data_pipeline.rows.pack import BEST_FIT, Packing, Row
@@ -150,12 +149,10 @@ def build_validation_loader(
         folders, order = _open_mixture(mixture, Path(data), seq_len, open_folder, shuffle=False)
         rows = order.first_rows(max_rows)
         names = tuple(source.name for source in mixture.sources)
-    if isinstance(packing.examples, ImageRule):
-        packing = replace(packing, examples=replace(packing.examples, augment=False))
     # Mask the same tokens in every run, whatever its seed, so that losses are comparable between runs.
     masking = masking_of(mask, folders, seed=0)
     reader_options = {"masking": masking, "source_seq_len": source_seq_len}
-    reader_options |= reader_options_for(folders, packing, seq_len, source_seq_len, seed=0)
+    reader_options |= reader_options_for(folders, packing, seq_len, source_seq_len, seed=0, augments=False)
     return ValidationLoader(folders, rows, seq_len=seq_len, source_names=names, **reader_options, **sizes)
 
 

@@ -188,9 +188,9 @@ def _check_format(rule: ImageRule, shards: ShardSet) -> None:
     if bool(stored.palette) == bool(rule.patch):
         wanted, how = "raw pixels", "build without --palette, or set model.image.patch=0"
         if stored.palette:
-            holds = f"colours of a palette of {stored.num_colours}"
+            holds = f"colors of a palette of {stored.num_colours}"
         else:
-            holds, wanted, how = wanted, "palette colours", "build with --palette 512, or set model.image.patch=16"
+            holds, wanted, how = wanted, "palette colors", "build with --palette 512, or set model.image.patch=16"
         raise ConfigError(f"model.image.patch={rule.patch} reads {wanted}, but {folder} holds {holds}.\nEither {how}.")
     if stored.channels != rule.channels:
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ class RowReader:
         """Return a row's two-segment examples: unmasked tokens, start token of the second segment, and order label."""
         assert self.recipe is not None, "texts without a recipe have no segments"
         pieces = list(zip(row, row.epochs or [0] * len(row), strict=True))
-        return [(made.tokens, made.second, made.label) for made in self.recipe.examples(pieces)]
+        return [(made.tokens, made.second, made.label or 0) for made in self.recipe.examples(pieces)]
 
     def _resolve_sources(self, rows: Sequence[Row]) -> tuple[Readable, Sequence[Row], Sources | None]:
         # The only place that distinguishes the three kinds of data: everything below sees documents, rows and optional
@@ -91,11 +91,22 @@ class RowReader:
 
 
 def reader_options_for(
-    folders: Sequence[ShardSet], packing: Packing, seq_len: int, source_seq_len: int, *, seed: int
+    folders: Sequence[ShardSet],
+    packing: Packing,
+    seq_len: int,
+    source_seq_len: int,
+    *,
+    seed: int,
+    augments: bool = True,
 ) -> dict[str, Any]:
-    """Return a folder's source side or recipe as ``RowReader`` fields; empty for texts that are read unchanged."""
+    """Return a folder's source side or recipe as ``RowReader`` fields; empty for texts that are read unchanged.
+
+    ``augments`` is False in validation, which reads the middle of every image, unflipped.
+    """
     if isinstance(packing.examples, ImageRule):
-        return {"recipe": Images(packing.examples, folders[0], seed=seed)}
+        # Raises ConfigError if rows are too short for an image, before any row is read.
+        packing.examples.most_tokens(seq_len, source_seq_len)
+        return {"recipe": Images(replace(packing.examples, augment=augments), folders[0], seed=seed)}
     if folders[0].is_images:
         raise ConfigError(
             f"{folders[0].folder} contains images, which a model without model.image cannot read.\n"

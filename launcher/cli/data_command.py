@@ -75,7 +75,7 @@ _MAX_SHOWN_TOKENS = 5
 def build(
     corpus: OmitArgPrefixes[CorpusOptions],
     *,
-    tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER", help_behavior_hint="(required)")] = None,
+    tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER")] = None,
     output: Annotated[str, arg(metavar="DIR")],
     kind: Literal["text", "images"] = "text",
     validation_fraction: float = 0.05,
@@ -98,8 +98,8 @@ def build(
     continues from its finished source parts when the same command is repeated.
 
     Args:
-        tokenizer: SentencePiece model, tokenizer.json, Hugging Face folder, checkpoint or run. For images, a folder
-            with the classes, size and palette to reuse.
+        tokenizer: Required for text: SentencePiece model, tokenizer.json, Hugging Face folder, checkpoint or run. For
+            images: folder with the classes, size and palette to reuse.
         output: Folder to create, or its URL (s3://, gs://): it is then built in the cache and sent, the manifest last.
         kind: images reads .png, .jpg, .bmp, .gif, .webp and .tif files, with the first folder as class, IDX files as
             of MNIST, or Parquet.

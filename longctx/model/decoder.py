@@ -330,14 +330,11 @@ class Decoder(nn.Module):
         calls = PassCalls(tables, {mixer: call(core=cores[mixer], plan=plan) for mixer, plan in plans.items()})
         # An encoder has no token table and reads the decoder's.
         hidden_BtM = stack(
-            tokens_Bt,
+            given,
             positions_Bt,
             calls,
             dropout=random.dropout,
             stream=stream,
-            segments_Bt=given.segments,
-            pixels_BtN=given.pixels,
-            hidden_BtM=given.hidden,
             embed_tokens=self.model.embed_tokens if stack is self.encoder else None,
         )
         # A stream from the caller stays open: its head applies the last norm chunk by chunk.

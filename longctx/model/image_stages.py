@@ -5,7 +5,7 @@ Axes: B rows, t tokens of this process, M model width of a stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -50,6 +50,12 @@ class ImageStages(nn.Module):
         self.merges = nn.ModuleList(PatchMerging(stage) for stage in configs[:-1])
 
     @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """Blocks of all stages."""
+        stages: Any = self.stages
+        return tuple(layer for stage in stages for layer in stage.layers)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
         return next(self.parameters()).dtype
@@ -71,7 +77,7 @@ def run_stages(
     Tokens enter in the batch's order, and from then on are in window order: a layer with shifted windows and a merging
     need another one, and ``core`` moves the tokens there.
     """
-    stages: Sequence[Any] = model.stages
+    stages: Any = model.stages
     # Boundaries are global: this process may have part of the tokens.
     num_tokens = None if given.cu_seqlens is not None else given.tokens_Bt.numel()
     documents = PackedDocuments.of(given.cu_seqlens, num_tokens)

@@ -53,6 +53,7 @@ class Classes(RoutedTask):
         stream: ResidualStream | None,
         mtp_batches: Sequence[tuple[Tensor, Tensor]],
     ) -> dict[str, Tensor]:
+        # Only the rank with a document's first token counts its loss; the others add 0.
         documents = LabelledDocuments.of(batch)
         logits_FC = self._logits(found, batch, documents, stream)
         sums = label_sums(logits_FC, documents, label_smoothing=self.label_smoothing)
@@ -66,6 +67,7 @@ class Classes(RoutedTask):
     def score(self, batch: Batch) -> TokenScores:
         documents = LabelledDocuments.of(batch)
         logits_FC = self._logits(hidden_states(self.network, batch), batch, documents)
+        # Scores stand at the first tokens, so that validation counts documents as it counts tokens.
         nll_F = torch.nn.functional.cross_entropy(logits_FC, documents.labels_F, reduction="none")
         right_F = logits_FC.argmax(1) == documents.labels_F
         nll_Bt, right_Bt = (

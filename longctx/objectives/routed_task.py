@@ -64,6 +64,7 @@ class RoutedTask(Task):
             stream=stream,
             mtp_tokens=[tokens_Bt for tokens_Bt, _ in mtp_batches],
         )
+        # Heads come after the network, inside this module's forward: ZeRO-3 gathers their weights only here.
         sums = self.sums_of(found, batch, stream, mtp_batches)
         if not stats:
             # a dense model has no routers, on any rank

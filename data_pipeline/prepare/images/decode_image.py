@@ -29,7 +29,7 @@ def decode_image(content: bytes) -> np.ndarray:
     """
     try:
         with warnings.catch_warnings():
-            # Remarks on a file's metadata would fill the screen. Between its limit and twice its limit Pillow only warns.
+            # Remarks on metadata would fill the screen. Between its limit and twice its limit Pillow only warns.
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:

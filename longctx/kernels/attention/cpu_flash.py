@@ -181,7 +181,7 @@ class CpuFlashKernel:
             power = None if power_BtH is None else _split(power_BtH[:, group.queries], group)
             k, v, dk_NsKD, dv_NsKV = (_split(x[:, group.keys], group) for x in (k_BsKD, v_BsKV, dk, dv))
             for block in _blocks(group, size):
-                for h, g in op.head_groups(block, q.shape[2], k.shape[2], group.count):
+                for h, g in op.head_groups(block, q.shape[2], k.shape[2], group.num_slices):
                     at = block.q
                     rows = _Rows(dout[:, at, h], q[:, at, h], out[:, at, h], lse[:, at, h])
                     if power is not None:
@@ -206,9 +206,9 @@ def _groups(slices: Tensor, batch: int) -> tuple[SliceGroup, ...]:
 
 def _split(x: Tensor, group: SliceGroup) -> Tensor:
     """Return a group's rows [1, N·r, …] as a batch of its N slices [N, r, …], a view; a single slice as it is."""
-    if group.count == 1:
+    if group.num_slices == 1:
         return x
-    return x[0].unflatten(0, (group.count, -1))
+    return x[0].unflatten(0, (group.num_slices, -1))
 
 
 def _blocks(group: SliceGroup, size: int) -> Iterator[RowBlock]:

@@ -15,6 +15,7 @@ from launcher.cli.chat_options import ChatOptions
 from launcher.cli.cli_commands import COMMANDS, CliCommand, parse
 from launcher.cli.cli_output import program
 from launcher.cli.corpus import Duplicates, Workers
+from launcher.cli.image_options import ImageFlags
 from longctx import __version__
 from tests.helpers import REPOSITORY
 from tests.launcher.cli.calls import call, refused, start, succeed
@@ -72,6 +73,8 @@ class TestHelp:
             "duplicates": Duplicates(duplicates="near"),
             "worker_options": Workers(),
             "chat_options": ChatOptions(),
+            "kind": "text",
+            "image_flags": ImageFlags(),
             "exact": True,
             "paragraphs": False,
             "special_tokens": "text",

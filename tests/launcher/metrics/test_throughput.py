@@ -110,7 +110,7 @@ IMAGES: dict[str, ModelConfig] = {
     "means": vit_config(replace(PATCHES, class_token=False), num_experts=0, class_pool="mean", max_positions=15),
     "stages": swin_config(),
     "three stages": swin_config(replace(WINDOWS, height=24, depths=(1, 2, 1)), num_layers=4),
-    "windows in one stage": swin_config(replace(WINDOWS, depths=())),
+    "windows in one stage": swin_config(replace(WINDOWS, depths=(5,))),
 }
 
 

@@ -68,7 +68,7 @@ IMAGES = {
     "three stages, norms after": swin_config(
         replace(WINDOWS, height=24, depths=(1, 2, 1)), num_layers=4, norm_order="post", classes=0, class_pool="first"
     ),
-    "windows in one stage": swin_config(replace(WINDOWS, depths=())),
+    "windows in one stage": swin_config(replace(WINDOWS, depths=(5,))),
     "both heads": igpt_config(classes=5, class_pool="mean"),
     "classes of pixels": igpt_config(classes=5, class_pool="mean", token_head=False, output_vocab_size=0),
 }
