@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from longctx.architecture.fields import ModelFields, names_of_role
+from longctx.architecture.image import ImageShape
 from longctx.architecture.model_rules import check_model
 from longctx.errors import ConfigError
 from longctx.families.family_registry import FAMILIES
@@ -171,8 +172,11 @@ def canonical_fields(config: ModelFields) -> dict[str, Any]:
         # A rope shared by all layers is stored once, so that a family with a single rope can express it.
         if all(rope == values["rope"][0] for rope in values["rope"]):
             values["rope"] = values["rope"][:1]
-    # Files for the pixels' preparation hold these two, not config.json.
+    # Files for the pixels' preparation hold these two, not config.json, and without patches the shape as well: the
+    # network then reads ids.
     values["image"] = replace(config.image, mean=(0.5,), std=(0.5,))
+    if not config.image.patch:
+        values["image"] = ImageShape()
     # Selecting from all groups is the same as having no groups.
     if config.groups_per_token == config.expert_groups and config.num_experts:
         values["expert_groups"] = values["groups_per_token"] = 1
@@ -191,6 +195,8 @@ def _unused_fields(config: ModelFields) -> frozenset[str]:
             unused.add("shared_gate")
     if config.norm == "layernorm":
         unused.add("norm_offset")
+    if not config.predicts_tokens:
+        unused.add("tie_embeddings")
     if config.position != "learned":
         unused.add("max_positions")
     if config.position != "t5":
