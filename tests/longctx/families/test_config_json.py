@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from longctx.families.spec import IGNORED_KEYS
 from longctx.model.decoder import Decoder
 from tests.longctx.families.hf_models import CASES, TWO_STACKS, VISION, WITH_CLASS, new_model
 from tests.longctx.families.hub_configs import HUB, PARAMETERS
+from tests.longctx.image_samples import igpt_config, swin_config, vit_config
 from tests.longctx.samples import dense_config, tiny_config
 
 CONFIGS = {
@@ -269,6 +271,20 @@ def test_fixed_ntk_scaling_is_written_as_the_base_it_comes_to():
     back = ModelConfig.from_hf(config.to_hf()).rope
     assert back.kind == "default"
     assert back.frequencies(8) == pytest.approx(config.rope.frequencies(8), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [(vit_config, "vit"), (swin_config, "swin"), (partial(igpt_config, norm="rmsnorm", norm_eps=1e-5), "imagegpt")],
+)
+def test_a_run_on_images_has_a_family(config, family):
+    # A recipe's models are untied unless it says otherwise, and a model of pixels knows the images' shape.
+    heads = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "tie_embeddings": False}
+    dense = {"num_experts": 0, "shared_ffn_size": 0, "o_bias": True, "ffn_bias": True}
+    config = config(**heads, **dense, activation="gelu", qkv_bias=True)
+    assert family_of(config).model_type == family
+    back = ModelConfig.from_hf(config.to_hf())
+    assert canonical_fields(back) == canonical_fields(config)
 
 
 @pytest.mark.parametrize(
