@@ -134,7 +134,10 @@ def test_other_sizes_and_channels_are_converted(capsys, tmp_path, model):
         (["--samples", "2"], "would all be equal"),
         (["--samples", "0"], "at least 1"),
         (["--beams", "2"], "--beams"),
-        (["--max-new-tokens", "2", "--stop", "a", "--chat-template", "auto"], "--max-new-tokens, --chat-template, --stop"),
+        (
+            ["--max-new-tokens", "2", "--stop", "a", "--chat-template", "auto"],
+            "--max-new-tokens, --chat-template, --stop",
+        ),
         (["--image-number", "1"], "not --image"),
         (["--data", "x"], "one picture"),
         (["--temperature", "-1"], "temperature"),
