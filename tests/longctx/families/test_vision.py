@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from longctx.batch import Stream
-from longctx.config import ModelConfig
+from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import load_hf, save_hf
 from longctx.conversion.verify_images import RandomImages
 from longctx.errors import ConfigError
@@ -200,6 +200,16 @@ def test_absent_keys_mean_what_transformers_takes_for_them():
         described = json.loads(kind().to_json_string(use_diff=False)) | {"architectures": None}
         bare = {"model_type": kind.model_type} | {key: described[key] for key in required[kind.model_type]}
         assert ModelConfig.from_hf(bare) == ModelConfig.from_hf(described)
+
+
+@pytest.mark.parametrize("name", ["vit-base-16", "vit-large-16", "swin-tiny", "swin-base"])
+def test_presets_have_as_many_parameters_as_transformers_models(name):
+    written = PRESETS[name].to_hf()
+    described = transformers.AutoConfig.for_model(**written)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForImageClassification.from_config(described)
+    assert described.num_labels == 1000
+    assert sum(count_parameters(PRESETS[name]).values()) == sum(p.numel() for p in theirs.parameters())
 
 
 def test_dropped_branches_are_logged_and_other_architectures_have_no_head(caplog):
