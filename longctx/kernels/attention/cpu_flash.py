@@ -32,7 +32,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.attention_tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.attention.kernel_interface import RULES, Gradients, KernelRequest, ScoreRules, merge_
 from longctx.kernels.attention.sinks import apply_sinks
-from longctx.kernels.attention.slices import SliceGroup, once_per_table, slice_groups, table_slices
+from longctx.kernels.attention.slices import SliceGroup, once_per_table, slice_groups
 from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 from longctx.kernels.processor import fastest_matmul_mode
 
@@ -228,7 +228,7 @@ def _whole_block(slices: Tensor, size: int, num_rows: int, batch: int) -> tuple[
     if len(groups) != 1 or groups[0].queries != slice(0, num_rows):
         return None
     block = next(_blocks(groups[0], size), None)
-    if block is None or block.q != slice(0, num_rows // groups[0].count):
+    if block is None or block.q != slice(0, num_rows // groups[0].num_slices):
         return None
     return groups[0], block
 
@@ -370,7 +370,9 @@ class _Op(NamedTuple):
         self, tiles: tuple[tuple[SliceGroup, RowBlock], ...], num_heads: int, num_kv_heads: int
     ) -> bool:
         """Return whether one backward call takes all heads of each tile."""
-        counts = [len(list(self.head_groups(block, num_heads, num_kv_heads, group.num_slices))) for group, block in tiles]
+        counts = [
+            len(list(self.head_groups(block, num_heads, num_kv_heads, group.num_slices))) for group, block in tiles
+        ]
         return max(counts) == 1
 
     def gradients_of_tiles(
