@@ -131,6 +131,7 @@ class Decoder(nn.Module):
         segments: Tensor | None = None,
         pixels: Tensor | None = None,
         mtp_tokens: Sequence[Tensor] = (),
+        read: Tensor | None = None,
     ) -> Any:
         """Compute hidden states [B, t, M]; with ``return_stats`` also ``RouterStats`` for each expert layer.
 
@@ -148,6 +149,8 @@ class Decoder(nn.Module):
         * ``pixels`` [B, t, C·P·P]: each token's patch, for a model of images in patches; token ids are then not read.
         * ``mtp_tokens`` [B, t] each: the following tokens, one token further per MTP block. The result is then a list
           of ``HeadInput`` instead of hidden states.
+        * ``read``: tokens whose hidden states are read, int64 indices into [B·t]; the result is then [1, F, M]. Only
+          without ``stream`` and ``mtp_tokens``, and not in a hierarchical model.
         """
         source = self._resolve_source(cache, source)
         given = StackInput(
@@ -159,6 +162,7 @@ class Decoder(nn.Module):
             placement=placement,
             segments=segments,
             pixels=pixels,
+            read=read,
         )
         if self.config.image.depths:
             core: Any = self.cores["image_windows"]
@@ -327,6 +331,9 @@ class Decoder(nn.Module):
             run=self._region_runner(cache),
             cross=cross,
         )
+        # Experts count all tokens, and dropout draws for them.
+        last_reads = stream is None and random.dropout is None and not config.has_experts(config.num_layers - 1)
+        read_F = given.read if last_reads and self.execution.compiler is None else None
         calls = PassCalls(tables, {mixer: call(core=cores[mixer], plan=plan) for mixer, plan in plans.items()})
         # An encoder has no token table and reads the decoder's.
         hidden_BtM = stack(
@@ -339,10 +346,13 @@ class Decoder(nn.Module):
             pixels_BtN=given.pixels,
             hidden_BtM=given.hidden,
             embed_tokens=self.model.embed_tokens if stack is self.encoder else None,
+            read_F=read_F,
         )
         # A stream from the caller stays open: its head applies the last norm chunk by chunk.
         if stream is not None and stream_of_caller is None:
             hidden_BtM = stack.last_norm(stream.leave(hidden_BtM))
+        if given.read is not None and read_F is None:
+            hidden_BtM = hidden_BtM.flatten(0, 1).index_select(0, given.read)[None]
         if cache is not None and new_tokens is not None:
             cache.extend(new_tokens)
         head_inputs = stack.build_head_inputs(hidden_BtM, stream_of_caller, mtp_tokens, calls)

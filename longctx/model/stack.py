@@ -49,6 +49,8 @@ class StackInput:
     pixels: Tensor | None = None
     hidden: Tensor | None = None
     """Hidden states [B, t, M] to start from instead of embeddings, in a stage after the front."""
+    read: Tensor | None = None
+    """Tokens whose hidden states are read, int64 indices into [B·t]; None: all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,12 +128,14 @@ class Stack(nn.Module):
         pixels_BtN: Tensor | None = None,
         hidden_BtM: Tensor | None = None,
         embed_tokens: nn.Module | None = None,
+        read_F: Tensor | None = None,
     ) -> Tensor:
         """Compute hidden states [B, t, M].
 
         With ``stream`` return its handle instead, before the final norm. Without ``segments_Bt`` all tokens belong to
         the first segment. ``pixels_BtN`` replace token ids in a model of patches, and ``hidden_BtM`` everything before
-        the first layer. ``embed_tokens`` is the table's module if the stack owns no table.
+        the first layer. ``embed_tokens`` is the table's module if the stack owns no table. With ``read_F`` the last
+        layer computes only these tokens' outputs, and the result is [1, F, M].
         """
         # Use the module, not its weight: ZeRO-3 gathers a weight for its owner's forward.
         table: Any = embed_tokens
@@ -147,8 +151,10 @@ class Stack(nn.Module):
                 x_BtM = self._embed(self._scaled(table(tokens_Bt)), positions_Bt, segments_Bt, dropout)
             if stream is not None:
                 x_BtM = stream.enter(x_BtM)
-        for layer in range(self.config.num_layers):
+        last = self.config.num_layers - 1
+        for layer in range(last):
             x_BtM = self.run_layer(layer, x_BtM, calls)
+        x_BtM = self.run_layer(last, x_BtM, calls, read_F)
         if stream is None:
             x_BtM = self.last_norm(x_BtM)
         return x_BtM
@@ -158,14 +164,14 @@ class Stack(nn.Module):
         """Dtype of the weights."""
         return next(self.parameters()).dtype
 
-    def run_layer(self, layer: int, x_BtM: Tensor, calls: PassCalls) -> Tensor:
-        """Run one layer, or an MTP block after the last; return its output."""
+    def run_layer(self, layer: int, x_BtM: Tensor, calls: PassCalls, read_F: Tensor | None = None) -> Tensor:
+        """Run one layer, or an MTP block after the last; return its output, with ``read_F`` only of these tokens."""
         spec = self._specs[layer]
         if layer < self.config.num_layers:
             block = self.layers[layer % len(self.layers)]
         else:
             block = self.mtp[layer - self.config.num_layers].block
-        call, table = replace(calls.of_mixer[spec.mixer], layer=layer), calls.tables[self._rope_of_layer[layer]]
+        call, table = replace(calls.of_mixer[spec.mixer], layer=layer, read_F=read_F), calls.tables[self._rope_of_layer[layer]]
         x_BtM, *of_router = block(x_BtM, table, call=call)
         if spec.ffn == "experts":
             calls.stats.append(tuple(of_router))
