@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from launcher.config.config_sections import RunConfig
 from longctx.errors import ConfigError
+from parallel.layout.layout_choice import AUTO
+from parallel.layout.sequence import KINDS, num_parts
 
 
 def check_images(config: RunConfig) -> None:
@@ -27,6 +31,46 @@ def check_images(config: RunConfig) -> None:
             raise ConfigError(f"{name}={value} does not work with images (model.image): {why}. Set {name}={wanted}.")
     assert config.examples is not None
     config.examples.most_tokens(config.data.seq_len, 0)
+    if config.model.image.window:
+        _check_windows(config)
+
+
+def _check_windows(config: RunConfig) -> None:
+    """Raise ConfigError if a row cuts an image, or if ranks cannot share a micro-batch of complete images."""
+    parallel, seq_len, rows = config.parallel, config.data.seq_len, config.train.micro_batch_rows
+    if parallel.tokens_per_rank:
+        raise ConfigError(
+            f"parallel.tokens_per_rank={parallel.tokens_per_rank} does not work with windows (model.image.window="
+            f"{config.model.image.window}): a micro-batch's padding would cut an image.\nTry "
+            "--parallel.tokens_per_rank 0, and --parallel.context for the ranks that share an image."
+        )
+    unit, image_tokens = complete_images(config), config.model.image.num_tokens
+    if not seq_len % unit:
+        return
+    below = seq_len // unit * unit
+    nearest = " or ".join(str(n) for n in (below, below + unit) if n)
+    why = f"windows need complete images of {image_tokens} tokens"
+    if unit > image_tokens:
+        why += (
+            f", and data.seq_len × train.micro_batch_rows={rows} must split into {_num_parts(config)} equal parts "
+            f"(parallel.context={parallel.context}, parallel.layout={parallel.layout})"
+        )
+    raise ConfigError(f"data.seq_len={seq_len} is not a multiple of {unit}: {why}.\nTry data.seq_len={nearest}.")
+
+
+def complete_images(config: RunConfig) -> int:
+    """Return the number of tokens that must divide a row, so that ranks can share a micro-batch of complete images."""
+    parts, rows = _num_parts(config), config.train.micro_batch_rows
+    return math.lcm(config.model.image.num_tokens, parts // math.gcd(parts, rows))
+
+
+def _num_parts(config: RunConfig) -> int:
+    """Return the number of equal parts into which the layout cuts a micro-batch."""
+    parallel = config.parallel
+    # An invalid layout or degree is rejected later.
+    if parallel.layout not in (AUTO, *KINDS) or parallel.context % parallel.ulysses:
+        return 1
+    return num_parts(parallel.layout, parallel.context, parallel.ulysses)
 
 
 def _check_heads(config: RunConfig) -> None:

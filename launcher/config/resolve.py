@@ -142,6 +142,7 @@ def _layout(config: RunConfig, machine: TargetMachine, data: Data) -> Choice:
         reaches=[mixer.lookback_tokens for mixer in mixers_of(model)],
         side_by_side=parallel.tokens_per_rank > 0,
         causal=model.causal,
+        image_windows=model.image.window > 0,
     )
     return Choice(config.changed({"parallel.layout": layout}), f"parallel.layout=auto is {layout}: {reason}.")
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from functools import cache
 
 from longctx.architecture.fields import decoder_of, encoder_of
+from longctx.architecture.image_stages import stage_configs
 from longctx.architecture.layer_specs import mixers_of
-from longctx.architecture.size import count_matrices, document_head_size
+from longctx.architecture.size import count_matrices, document_head_size, merging_size
 from longctx.config import ModelConfig
 
 _PEAK_TFLOPS_BFLOAT16: tuple[tuple[str, float], ...] = (
@@ -38,8 +39,10 @@ def matmul_parameters(config: ModelConfig) -> int:
     Includes every ``count_matrices`` entry except the embedding: attention projections; the FFN (``2·M·F``, gated
     ``3·M·F``) or, with experts, the router ``M·E``, chosen experts ``top_k·3·M·F_expert`` and the shared expert
     ``3·M·F_shared`` with its gate ``M``. The output head ``V·M``, tied or untied, counts once, plus once per
-    multi-token-prediction block.
+    multi-token-prediction block. In a model of patches, the patch projection ``C·P²·M`` counts. A model with stages has
+    no such number: its tokens become fewer (``training_flops``).
     """
+    assert not config.image.depths, "each stage has its own tokens"
     # A tied head multiplies by the embedding weights, which are also looked up; an untied head has its own weights.
     counts, table = count_matrices(decoder_of(config), active=True, uses=True), config.vocab_size * config.embedding_dim
     num_weights = sum(counts.values())
@@ -81,14 +84,32 @@ def training_flops(
     ``6 · matmul_parameters · Σ n + 3 · Σ_layers Mixer.flops``: forward costs 2 per weight and token. With full
     attention in all layers that is ``6·P·Σ n + 12·L·H·D · Σ n·(n + 1)/2``. Only a ``head_share`` fraction of tokens has
     logits. With an encoder, each document reads a source with its length in ``source_lengths``: source tokens go
-    through ``source_parameters`` and the encoder's mixers, and cross attention costs ``4·L·H·D·n·s``.
+    through ``source_parameters`` and the encoder's mixers, and cross attention costs ``4·L·H·D·n·s``. A head for
+    documents costs 6 per weight and document. With stages (Swin), each stage has a quarter of the tokens before it,
+    and its own weights; a merging multiplies the tokens after it.
     """
-    linear = 2 * matmul_parameters(config) * sum(lengths)
+    if config.image.depths:
+        return 3 * _stage_flops(config, lengths)
+    linear = 2 * (matmul_parameters(config) * sum(lengths) + document_head_size(config) * len(lengths))
     mixing = sum(count * mixer.flops(config, lengths) for mixer, count in mixers_of(config).items())
     # Tokens without logits skip the head.
     without = round(2 * head_parameters(config) * sum(lengths) * (1 - head_share))
     # Backward costs twice as much as forward, hence the factor 3.
     return 3 * (linear - without + mixing + _source_flops(config, lengths, source_lengths))
+
+
+def _stage_flops(config: ModelConfig, lengths: Sequence[int]) -> int:
+    """Compute forward FLOPs for a model with stages, whose images have ``lengths`` patches each."""
+    front = config.image.pixel_bytes * config.embedding_dim
+    linear, mixing = front * sum(lengths) + document_head_size(config) * len(lengths), 0
+    for number, stage in enumerate(stage_configs(config)):
+        if number:
+            lengths = [length // 4 for length in lengths]
+            linear += merging_size(stage_configs(config)[number - 1]) * sum(lengths)
+        counts = count_matrices(stage)
+        linear += (counts["attention"] + counts["dense_ffn"]) * sum(lengths)
+        mixing += sum(count * mixer.flops(stage, lengths) for mixer, count in mixers_of(stage).items())
+    return 2 * linear + mixing
 
 
 def _source_flops(config: ModelConfig, lengths: Sequence[int], source_lengths: Sequence[int]) -> int:

@@ -31,7 +31,7 @@ class ImageShape:
     """Window height and width in patches, for image_window and shifted_window layers (Swin); 0 without such layers."""
     depths: tuple[int, ...] = ()
     """Layers per stage: after each stage but the last, four neighbouring patches are merged into one, and the width
-    doubles (Swin); empty for a model with one stage."""
+    doubles (Swin). One number for windows in one stage; empty without windows."""
     mean: tuple[float, ...] = (0.5,)
     """Subtract this from pixel values, scaled to 0 … 1, before the patch projection: one number, or one per channel."""
     std: tuple[float, ...] = (0.5,)

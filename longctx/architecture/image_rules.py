@@ -117,12 +117,18 @@ def _check_windows(config: ModelFields) -> None:
                 f"model.image.depths={list(image.depths)} needs window layers (model.image.window). Leave it out."
             )
         return
+    if not image.depths:
+        # Only stages put the patches of a window next to each other.
+        raise ConfigError(
+            f"model.image.window={image.window} needs stages, and model.image.depths is empty.\n"
+            f"Try --model.image.depths {config.num_layers} for one stage."
+        )
     if image.class_token:
         raise ConfigError(
             "model.image.class_token=true is in no window (model.image.window). Set it to false, and "
             "model.class_pool='mean'."
         )
-    num_stages = max(1, len(image.depths))
+    num_stages = len(image.depths)
     # Every stage but the first halves the grid, and windows must fill each.
     unit = image.patch * image.window * 2 ** (num_stages - 1)
     for name in ("height", "width"):
@@ -135,8 +141,6 @@ def _check_windows(config: ModelFields) -> None:
                 f"model.image.window={image.window} and {num_stages} stages it must be a multiple of {unit}.\n"
                 f"Try model.image.{name}={nearest}."
             )
-    if not image.depths:
-        return
     if min(image.depths) < 1 or sum(image.depths) != config.num_layers:
         raise ConfigError(
             f"model.image.depths={list(image.depths)} must list at least one layer per stage, and model.num_layers="
@@ -146,4 +150,10 @@ def _check_windows(config: ModelFields) -> None:
         raise ConfigError(
             "model.image.depths is not supported with experts or shared layers: stages have different widths. Set "
             "model.num_experts=0 and model.shared_layers=false."
+        )
+    if config.residual_dropout:
+        # Dropout hashes token and layer numbers, which repeat in each stage.
+        raise ConfigError(
+            f"model.residual_dropout={config.residual_dropout} is not supported with stages (model.image.depths). Set "
+            "model.residual_dropout=0."
         )

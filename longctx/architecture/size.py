@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from longctx.architecture.fields import ModelFields, encoder_of
+from longctx.architecture.image_stages import stage_configs
 from longctx.architecture.layer_specs import layer_specs
 from longctx.architecture.mixers.mixer import norm_size
 from longctx.architecture.mixers.softmax_mixer import SoftmaxMixer, sinks
@@ -25,12 +26,13 @@ COMPONENTS = (
     "router",
     "routed_experts",
     "shared_expert",
+    "merging",
     "mtp",
     "norms",
     "head",
 )
-"""Keys in parameter counts. ``positions``: position tables and Transformer-XL's relative weights; ``mtp``: input
-projections in multi-token prediction blocks."""
+"""Keys in parameter counts. ``positions``: position tables and Transformer-XL's relative weights; ``merging``:
+projections of four patches between stages; ``mtp``: input projections in multi-token prediction blocks."""
 
 
 def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, int]:
@@ -42,7 +44,9 @@ def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, 
     vectors = _sum(config, _block_vectors)
     # A post-norm block ends in a norm, so the stack needs no final one.
     if config.norm_order != "post":
-        vectors["norms"] += norm_size(config, config.hidden_size)
+        vectors["norms"] += norm_size(config, config.output_width)
+    # A merging norms four patches together.
+    vectors["norms"] += sum(norm_size(config, 4 * stage.hidden_size) for stage in stage_configs(config)[:-1])
     # An MTP block norms both its inputs and its output.
     vectors["norms"] += 3 * config.mtp_layers * norm_size(config, config.hidden_size)
     vectors["positions"] += _position_table(config)
@@ -69,6 +73,7 @@ def count_matrices(config: ModelFields, *, active: bool = False, uses: bool = Fa
     E = config.embedding_dim
     # An MTP block projects [hidden state, next token's embedding] from 2·M to M.
     counts["mtp"] = 2 * config.mtp_layers * config.hidden_size**2
+    counts["merging"] = sum(merging_size(stage) for stage in stage_configs(config)[:-1])
     counts["embedding"] = config.vocab_size * E + config.image.pixel_bytes * E
     if not config.tie_embeddings:
         counts["head"] = config.head_rows * E
@@ -85,11 +90,16 @@ def count_matrices(config: ModelFields, *, active: bool = False, uses: bool = Fa
 
 def document_head_size(config: ModelFields) -> int:
     """Count the matrix weights of pair head and class head, which apply once per document."""
-    size = config.hidden_size * config.classes
+    size = config.output_width * config.classes
     if config.pair_head != "none":
         # BERT's pooler (M × M), then two logits.
         size += config.hidden_size * (config.hidden_size + 2)
     return size
+
+
+def merging_size(stage: ModelFields) -> int:
+    """Count the matrix weights in the merging after a stage: from four patches' channels, 4·M, to 2·M."""
+    return 8 * stage.hidden_size**2
 
 
 def _active(config: ModelFields, routed: int) -> int:
@@ -105,11 +115,12 @@ def _sum(
 ) -> Counter[str]:
     """Sum parameters by component over all blocks; shared ones count once, or with ``uses`` once per use."""
     total: Counter[str] = Counter()
-    for layer in range(config.depth):
-        # Shared layers are one block, which layer 0 has counted.
-        if layer and config.shared_layers and not uses:
-            break
-        total.update(of_block(config, layer))
+    for stage in stage_configs(config) or (config,):
+        for layer in range(stage.depth):
+            # Shared layers are one block, which layer 0 has counted.
+            if layer and stage.shared_layers and not uses:
+                break
+            total.update(of_block(stage, layer))
     return total
 
 

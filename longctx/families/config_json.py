@@ -70,7 +70,11 @@ def auto_class(config: dict[str, Any]) -> str:
     wrapper = wrapper_of(config)
     if wrapper is not None:
         return wrapper.auto_class
-    return _get_family(unwrap_config(config).get("model_type")).auto_class
+    text = unwrap_config(config)
+    family = _get_family(text.get("model_type"))
+    if family.classifier and text.get("architectures") == [family.classifier]:
+        return "AutoModelForImageClassification"
+    return family.auto_class
 
 
 def _known_keys(family: Family) -> frozenset[str]:
@@ -172,8 +176,7 @@ def canonical_fields(config: ModelFields) -> dict[str, Any]:
         # A rope shared by all layers is stored once, so that a family with a single rope can express it.
         if all(rope == values["rope"][0] for rope in values["rope"]):
             values["rope"] = values["rope"][:1]
-    # Files for the pixels' preparation hold these two, not config.json, and without patches the shape as well: the
-    # network then reads ids.
+    # The image processor's file has these two, and the sides of images whose tokens are pixels.
     values["image"] = replace(config.image, mean=(0.5,), std=(0.5,))
     if not config.image.patch:
         values["image"] = ImageShape()
@@ -193,10 +196,10 @@ def _unused_fields(config: ModelFields) -> frozenset[str]:
             unused |= {"ffn_size", "ffn_bias"}
         if not config.shared_ffn_size:
             unused.add("shared_gate")
+    if not config.predicts_tokens:
+        unused |= {"output_vocab_size", "tie_embeddings"}
     if config.norm == "layernorm":
         unused.add("norm_offset")
-    if not config.predicts_tokens:
-        unused.add("tie_embeddings")
     if config.position != "learned":
         unused.add("max_positions")
     if config.position != "t5":

@@ -6,6 +6,7 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -331,27 +332,23 @@ class Decoder(nn.Module):
             run=self._region_runner(cache),
             cross=cross,
         )
-        # Experts count all tokens, and dropout draws for them.
-        last_reads = stream is None and random.dropout is None and not config.has_experts(config.num_layers - 1)
-        read_F = given.read if last_reads and self.execution.compiler is None else None
+        # Experts count all tokens, dropout draws for them, and chunks and compiled regions take them as they are.
+        takes_all = random.dropout is not None or config.has_experts(config.num_layers - 1)
+        takes_all = takes_all or stream is not None or self.execution.compiler is not None
         calls = PassCalls(tables, {mixer: call(core=cores[mixer], plan=plan) for mixer, plan in plans.items()})
         # An encoder has no token table and reads the decoder's.
         hidden_BtM = stack(
-            tokens_Bt,
+            replace(given, read=None) if takes_all else given,
             positions_Bt,
             calls,
             dropout=random.dropout,
             stream=stream,
-            segments_Bt=given.segments,
-            pixels_BtN=given.pixels,
-            hidden_BtM=given.hidden,
             embed_tokens=self.model.embed_tokens if stack is self.encoder else None,
-            read_F=read_F,
         )
         # A stream from the caller stays open: its head applies the last norm chunk by chunk.
         if stream is not None and stream_of_caller is None:
             hidden_BtM = stack.last_norm(stream.leave(hidden_BtM))
-        if given.read is not None and read_F is None:
+        if given.read is not None and takes_all:
             hidden_BtM = hidden_BtM.flatten(0, 1).index_select(0, given.read)[None]
         if cache is not None and new_tokens is not None:
             cache.extend(new_tokens)

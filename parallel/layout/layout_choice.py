@@ -61,13 +61,15 @@ def choose_layout(
     reaches: Collection[int | None],
     side_by_side: bool = False,
     causal: bool = True,
+    image_windows: bool = False,
 ) -> tuple[str, str]:
     """Choose the best layout for these layers; return it with a one-clause reason for the log.
 
     ``num_tokens`` is the length of a sequence that ``degree`` ranks share, ``ulysses`` among them splitting heads.
     ``packed`` is True if a sequence may hold several documents. ``reaches`` holds each mixer's ``Mixer.lookback``.
     ``side_by_side`` rows (``parallel.tokens_per_rank``) never use zigzag, which would spread each row over all ranks.
-    If attention is not ``causal``, every cut of one document is even work. Pure: a resumed run with the same settings
+    If attention is not ``causal``, every cut of one document is even work. Layers with ``image_windows`` divide tokens
+    themselves, image by image. Pure: a resumed run with the same settings
     and data gets the same layout.
     """
     ring = degree // ulysses
@@ -76,6 +78,8 @@ def choose_layout(
         if side_by_side:
             kind = "balanced"
         return kind, "every rank attends over complete sequences, so all layouts are equal"
+    if image_windows:
+        return "contiguous", "ranks get an image's windows in order, so the fewest patches move from this layout"
     # If contiguous work is even, there is no imbalance to fix, and no layout sends less.
     local = _reason_to_stay_local(num_tokens // ring, packed, reaches)
     if local is not None:

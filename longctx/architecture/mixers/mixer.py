@@ -67,7 +67,7 @@ class Mixer:
         raise NotImplementedError
 
     def vectors(self, config: ModelFields) -> int:
-        """Count weights in projection biases and sinks."""
+        """Count weights in projection biases, sinks, and the mixer's own position biases."""
         raise NotImplementedError
 
     def norms(self, config: ModelFields) -> int:

@@ -32,7 +32,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.attention_tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.attention.kernel_interface import RULES, Gradients, KernelRequest, ScoreRules, merge_
 from longctx.kernels.attention.sinks import apply_sinks
-from longctx.kernels.attention.slices import SliceGroup, once_per_table, slice_groups, table_slices
+from longctx.kernels.attention.slices import SliceGroup, once_per_table, slice_groups
 from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 from longctx.kernels.processor import fastest_matmul_mode
 
@@ -184,7 +184,7 @@ class CpuFlashKernel:
             group_rows, dq_NrHD = rows.of_group(group), _split(dq[:, group.queries], group)
             k, v, dk_NsKD, dv_NsKV = (_split(x[:, group.keys], group) for x in (k_BsKD, v_BsKV, dk, dv))
             for block in _blocks(group, size):
-                for h, g in op.head_groups(block, q_BtHD.shape[2], k.shape[2], group.count):
+                for h, g in op.head_groups(block, q_BtHD.shape[2], k.shape[2], group.num_slices):
                     at = block.q
                     tiles = op.gradients(group_rows.part(at, h), k[:, :, g], v[:, :, g], block)
                     for tile, tile_dq, tile_dk, tile_dv in tiles:
@@ -207,9 +207,9 @@ def _groups(slices: Tensor, batch: int) -> tuple[SliceGroup, ...]:
 
 def _split(x: Tensor, group: SliceGroup) -> Tensor:
     """Return a group's rows [1, N·r, …] as a batch of its N slices [N, r, …], a view; a single slice as it is."""
-    if group.count == 1:
+    if group.num_slices == 1:
         return x
-    return x[0].unflatten(0, (group.count, -1))
+    return x[0].unflatten(0, (group.num_slices, -1))
 
 
 def _blocks(group: SliceGroup, size: int) -> Iterator[RowBlock]:
@@ -287,11 +287,13 @@ class _Rows(NamedTuple):
 
     def of_group(self, group: SliceGroup) -> _Rows:
         """Return a group's rows, as a batch of its slices."""
-        return _Rows(*(None if x is None else _split(x[:, group.queries], group) for x in self))  # type: ignore[arg-type]
+        parts = (None if x is None else _split(x[:, group.queries], group) for x in self)
+        return _Rows(*parts)  # type: ignore[arg-type]
 
     def part(self, rows: slice, heads: slice) -> _Rows:
         """Return some rows and heads."""
-        return _Rows(*(None if x is None else x[:, rows, heads] for x in self))  # type: ignore[arg-type]
+        parts = (None if x is None else x[:, rows, heads] for x in self)
+        return _Rows(*parts)  # type: ignore[arg-type]
 
 
 class _Op(NamedTuple):
@@ -370,7 +372,9 @@ class _Op(NamedTuple):
         self, tiles: tuple[tuple[SliceGroup, RowBlock], ...], num_heads: int, num_kv_heads: int
     ) -> bool:
         """Return whether one backward call takes all heads of each tile."""
-        counts = [len(list(self.head_groups(block, num_heads, num_kv_heads, group.count))) for group, block in tiles]
+        counts = [
+            len(list(self.head_groups(block, num_heads, num_kv_heads, group.num_slices))) for group, block in tiles
+        ]
         return max(counts) == 1
 
     def gradients_of_tiles(

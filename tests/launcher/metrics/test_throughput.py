@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,9 @@ from longctx.architecture.mixers.softmax_mixer import attended_pairs
 from longctx.config import ModelConfig
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
+from longctx.objectives.classes import Classes
 from tests.longctx.attention_cores import MaskIsPlan
+from tests.longctx.image_samples import PATCHES, WINDOWS, image_stream, swin_config, vit_config
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 50])
@@ -48,7 +51,8 @@ class Plain(MaskIsPlan):
                     state = state + torch.bmm(k[i].unsqueeze(-1), v[i].unsqueeze(-2))  # [K, D, V]
                     out.append(torch.bmm(q[i].unsqueeze(-2), state.repeat_interleave(group, 0)).squeeze(-2))
                     continue
-                seen = [j for j in range(start, i + 1) if _sees(plan, i - j)]
+                following = i + 1 if plan.causal else stop
+                seen = [j for j in range(start, following) if _sees(plan, abs(i - j))]
                 keys, values = (x[seen].transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))  # [H, S, D]
                 out.append(torch.bmm(torch.bmm(q[i].unsqueeze(-2), keys.mT), values).squeeze(-2))
         return torch.stack(out).view(*q_BtHD.shape[:3], -1)
@@ -99,6 +103,29 @@ def test_training_flops_are_those_that_pytorch_counts(name: str) -> None:
     with FlopCounterMode(display=False) as counter:
         decoder.logits(decoder(tokens, positions, [0, 6, 7, 15])).sum().backward()
     assert throughput.training_flops(config, lengths) == counter.get_total_flops()
+
+
+IMAGES: dict[str, ModelConfig] = {
+    "class token": vit_config(shared_ffn_size=0),
+    "means": vit_config(replace(PATCHES, class_token=False), num_experts=0, class_pool="mean", max_positions=15),
+    "stages": swin_config(),
+    "three stages": swin_config(replace(WINDOWS, height=24, depths=(1, 2, 1)), num_layers=4),
+    "windows in one stage": swin_config(replace(WINDOWS, depths=(5,))),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_training_flops_of_images(name: str) -> None:
+    """Pixels have no gradient, so one of the patch projection's three products is not made."""
+    config = IMAGES[name]
+    stream, _, _ = image_stream(config, 2)
+    task = Classes(Decoder(config, {"softmax": Plain(linear=False)}))
+    batch = task.prepare(stream)
+    with FlopCounterMode(display=False) as counter:
+        task.loss(task.loss_sum(task(batch)), task.count([batch])).backward()
+    lengths = [config.image.num_tokens] * 2
+    of_pixels = 2 * config.image.pixel_bytes * config.hidden_size * sum(lengths)
+    assert throughput.training_flops(config, lengths) == counter.get_total_flops() + of_pixels
 
 
 def test_rates() -> None:

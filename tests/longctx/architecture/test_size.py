@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from longctx.config import PRESETS, ModelConfig
 from longctx.model.decoder import Decoder
 from tests.launcher.runs import recipe_flags
 from tests.longctx.architecture.test_model_rules import accepted, draws
+from tests.longctx.image_samples import PATCHES, WINDOWS, igpt_config, swin_config, vit_config
 from tests.longctx.samples import dense_config, tiny_config
 
 RECIPES = sorted(QUICKSTART.parent.glob("*.toml"))
@@ -34,10 +36,13 @@ PUBLISHED = {
 
 WHERE = {
     "eh_proj": "mtp",
+    "reduction": "merging",
     "embed_tokens": "embedding",
+    "embed_patches": "embedding",
     "embed_segments": "embedding",
     "embed_projection": "embedding",
     "embed_positions": "positions",
+    "self_attn.relative_bias": "attention",
     "relative": "positions",
     "norm": "norms",
     "self_attn": "attention",
@@ -48,12 +53,25 @@ WHERE = {
     "mlp": "dense_ffn",
     "lm_head": "head",
     "pair_head": "head",
+    "class_head": "head",
 }
 """Part of a parameter's name -> its component; the first that is in the name counts."""
 
 
 LOOKED_UP = ("embed_positions", "embed_segments", "relative_bias")
 """Tables beside that of the tokens."""
+
+IMAGES = {
+    "class token": vit_config(num_experts=0, shared_ffn_size=0),
+    "means": vit_config(replace(PATCHES, class_token=False), class_pool="mean", max_positions=15, class_bias=False),
+    "stages": swin_config(),
+    "three stages, norms after": swin_config(
+        replace(WINDOWS, height=24, depths=(1, 2, 1)), num_layers=4, norm_order="post", classes=0, class_pool="first"
+    ),
+    "windows in one stage": swin_config(replace(WINDOWS, depths=(5,))),
+    "both heads": igpt_config(classes=5, class_pool="mean"),
+    "classes of pixels": igpt_config(classes=5, class_pool="mean", token_head=False, output_vocab_size=0),
+}
 
 
 def on_meta(config: ModelConfig) -> Decoder:
@@ -95,6 +113,11 @@ def test_the_count_is_the_modules_for_any_config(drawn):
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_count_is_the_modules_for_every_preset(name):
     check_against_the_module(PRESETS[name])
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_count_is_the_modules_for_images(name):
+    check_against_the_module(IMAGES[name])
 
 
 @pytest.mark.few(5)

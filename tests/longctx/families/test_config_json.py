@@ -20,7 +20,7 @@ from longctx.errors import ConfigError
 from longctx.families import FAMILIES, canonical_fields, config_to_hf, family_of
 from longctx.families.spec import IGNORED_KEYS
 from longctx.model.decoder import Decoder
-from tests.longctx.families.hf_models import CASES, TWO_STACKS, WITH_CLASS, new_model
+from tests.longctx.families.hf_models import CASES, TWO_STACKS, VISION, WITH_CLASS, new_model
 from tests.longctx.families.hub_configs import HUB, PARAMETERS
 from tests.longctx.image_samples import igpt_config, swin_config, vit_config
 from tests.longctx.samples import dense_config, tiny_config
@@ -48,7 +48,7 @@ CHANGED_DEFAULTS: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="module")
 def hf_configs() -> dict[str, dict]:
-    return {name: case.config_json() for name, case in (CASES | TWO_STACKS).items()}
+    return {name: case.config_json() for name, case in (CASES | TWO_STACKS | VISION).items()}
 
 
 class TestThereAndBack:
@@ -100,6 +100,9 @@ class TestThereAndBack:
         theirs = transformers.CONFIG_MAPPING[model_type](**CHANGED_DEFAULTS.get(model_type, {}))
         with torch.device("meta"):
             model = new_model(FAMILIES[model_type].auto_class, theirs)
+        if hasattr(model, "pooler"):
+            # A head for other tasks, which is left out.
+            model.pooler = torch.nn.Identity()
         # A file has no more than what JSON says.
         config = ModelConfig.from_hf(json.loads(theirs.to_json_string(use_diff=False)))
         shapes, buffers = parameter_shapes(config), ("correction_bias", "layer_scalar")
@@ -118,7 +121,7 @@ class TestThereAndBack:
         with pytest.raises(ConfigError, match=r"per_layer_config=.* is not supported"):
             ModelConfig.from_hf(written)
 
-    @pytest.mark.parametrize("name", CASES | TWO_STACKS)
+    @pytest.mark.parametrize("name", CASES | TWO_STACKS | VISION)
     def test_transformers_reads_the_config_as_we_meant_it(self, name, hf_configs, tmp_path):
         """Config of theirs → ours → config.json → transformers → config.json → ours."""
         import transformers
@@ -131,7 +134,7 @@ class TestThereAndBack:
         assert ModelConfig.from_hf(json.loads((tmp_path / "again" / "config.json").read_text())) == config
 
     # Gemma 4 has had no other keys.
-    @pytest.mark.parametrize("name", [name for name in CASES | TWO_STACKS if not name.startswith("gemma4")])
+    @pytest.mark.parametrize("name", [name for name in CASES | TWO_STACKS | VISION if not name.startswith("gemma4")])
     def test_transformers_4_keys_alone_say_the_same(self, name, hf_configs):
         config = ModelConfig.from_hf(hf_configs[name])
         written = config_to_hf(config, model_type=hf_configs[name]["model_type"])
@@ -182,7 +185,7 @@ def test_parts_cover_each_parameter_once(experts, bias, tied, norm, heads, kv, t
     check_cover(config, None)
 
 
-@pytest.mark.parametrize("name", CASES | TWO_STACKS)
+@pytest.mark.parametrize("name", CASES | TWO_STACKS | VISION)
 def test_parts_of_every_family_cover_each_parameter_once(name, hf_configs):
     config = ModelConfig.from_hf(hf_configs[name])
     check_cover(config, hf_configs[name]["model_type"])

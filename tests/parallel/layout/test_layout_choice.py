@@ -39,6 +39,7 @@ USUAL = {"num_tokens": TOKENS, "degree": 8, "ulysses": 1, "packed": True, "reach
         ({"reaches": (0,)}, "contiguous", "stateful layers"),
         ({"reaches": (0, 128)}, "contiguous", "window"),
         ({"reaches": (0, None)}, "balanced", "packed"),
+        ({"image_windows": True}, "contiguous", "windows in order"),
         # Both sides.
         ({"causal": False}, "balanced", "packed"),
         ({"causal": False, "packed": False}, "contiguous", "bidirectional attention over one document"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from longctx.batch import Batch
 from longctx.model.decoder import Decoder
 from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.classes import Classes
 from parallel.comm.world import sum_over_ranks
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
@@ -23,6 +25,7 @@ from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
 from parallel.zero.zero_engine import ZeroEngine
 from parallel.zero.zero_muon import FlatMatrices, Matrices, MatrixRange, Muon, matrices_of, orthogonal, whole_matrices
 from tests.helpers import on_ranks
+from tests.longctx.image_samples import igpt_config, swin_config, vit_config
 from tests.longctx.samples import dense_config, packed_batch, tiny_config
 
 DENSE = dense_config(init_std=0.05, layers=("gated_delta", "full"), mtp_layers=1)
@@ -74,6 +77,29 @@ def test_what_it_updates():
     assert experts["model.layers.1.mlp.experts.down_proj"] == Matrices(4, 32, 16)
     assert "model.layers.1.mlp.gate.weight" in experts
     assert "lm_head.weight" not in experts
+
+
+OF_IMAGES = {
+    "vit": vit_config(),
+    "swin": swin_config(),
+    "igpt": igpt_config(classes=5, class_pool="mean", num_experts=0, shared_ffn_size=0, activation="quick_gelu"),
+}
+
+
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_what_it_updates_of_images(name):
+    """Projections in blocks, and not patches, merged patches, position tables, tables of biases or the class head."""
+    task = Classes(Decoder(OF_IMAGES[name]))
+    found = matrices_of(task.network)
+    assert found
+    assert all(re.search(r"\.layers\.\d+\.(self_attn|mlp)\..*(proj|gate\.weight)", weight) for weight in found)
+    rest = {weight: p for weight, p in task.network.named_parameters() if weight not in found and p.ndim > 1}
+    kinds = ("embed_", "relative_bias", "merges", "class_head", "lm_head", "shared_expert_gate")
+    assert all(any(kind in weight for kind in kinds) for weight in rest), list(rest)
+    decayed = {id(p) for group in optimizer_groups(task, 0.1, found) if group["weight_decay"] for p in group["params"]}
+    orthogonal = {id(p) for group in optimizer_groups(task, 0.1, found) if group["matrices"] for p in group["params"]}
+    for weight, p in task.network.named_parameters():
+        assert (id(p) in decayed, id(p) in orthogonal) == (p.ndim > 1, weight in found), weight
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])
