@@ -287,11 +287,13 @@ class _Rows(NamedTuple):
 
     def of_group(self, group: SliceGroup) -> _Rows:
         """Return a group's rows, as a batch of its slices."""
-        return _Rows(*(None if x is None else _split(x[:, group.queries], group) for x in self))  # type: ignore[arg-type]
+        parts = (None if x is None else _split(x[:, group.queries], group) for x in self)
+        return _Rows(*parts)  # type: ignore[arg-type]
 
     def part(self, rows: slice, heads: slice) -> _Rows:
         """Return some rows and heads."""
-        return _Rows(*(None if x is None else x[:, rows, heads] for x in self))  # type: ignore[arg-type]
+        parts = (None if x is None else x[:, rows, heads] for x in self)
+        return _Rows(*parts)  # type: ignore[arg-type]
 
 
 class _Op(NamedTuple):
