@@ -204,7 +204,6 @@ def import_hf(
     log_ignored_keys(reader.folder, reader.ignored_keys)
     passthrough = _select_passthrough(reader, text_only=text_only)
     auxiliary = find_auxiliary_files(reader.folder, include_processors=passthrough is not None)
-    image_files = _image_files(reader)
     log_skipped_files(reader.folder, reader.files().union(map(hf_path, auxiliary)))
     source_dtype = reader.dtype
     # Before anything is written: a conversion that cannot be verified as requested fails here.
@@ -237,7 +236,7 @@ def import_hf(
             staging,
             dtype=dtype or source_dtype,
             training={"imported": origin},
-            auxiliary_files=auxiliary | image_files,
+            auxiliary_files=auxiliary | _image_files(reader),
             passthrough=_recorded_part(passthrough, prints, verify),
             shard_bytes=shard_bytes,
             progress=_written_callback(progress),

@@ -21,7 +21,7 @@ from longctx.conversion.weights.json_files import read_checkpoint_json
 from longctx.conversion.weights.weights_folder import resolve_weights_path
 from longctx.errors import ConfigError
 from longctx.families import FAMILIES, unwrap_config
-from longctx.families.image_classes import class_names, default_names, label_keys
+from longctx.families.image_classes import default_names, label_keys, names_of_classes
 from longctx.images.image_format import CHANNELS, MOST_SIDE, ImageFormat
 from longctx.untrusted.strict_json import shown
 from longctx.untrusted.untrusted_schema import NAME
@@ -83,7 +83,7 @@ def image_format_of_folder(folder: Path, hf_config: dict[str, Any], config: Mode
         log.warning("%s: data cannot be built from it, with %d channels or sides so long.", folder, image.channels)
         return None
     if config.classes:
-        names = _usable_names(class_names(hf_config), folder)
+        names = _usable_names(names_of_classes(hf_config), folder)
     return ImageFormat(height=image.height, width=image.width, channels=image.channels, classes=names, palette=palette)
 
 

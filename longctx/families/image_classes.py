@@ -24,7 +24,7 @@ def classes_of(architecture: str, **head: Any) -> ConfigRule:
     def read(hf: HfConfig) -> dict[str, Any]:
         if hf.get("architectures") != [architecture]:
             return {"classes": 0}
-        return {"classes": len(class_names(hf)), **head}
+        return {"classes": len(names_of_classes(hf)), **head}
 
     def write(config: ModelFields) -> dict[str, Any]:
         if not config.classes:
@@ -47,7 +47,7 @@ def of_either_class(ours: str, prefix: str, hf_name: str, *, axes: int = 0) -> t
     )
 
 
-def class_names(hf: HfConfig) -> list[str]:
+def names_of_classes(hf: HfConfig) -> list[str]:
     """Return the classes' names in the order of their outputs; raise ConfigError for a table with gaps."""
     names = hf.get("id2label", _TWO_CLASSES)
     if not isinstance(names, dict) or not 1 <= len(names) <= _MOST_CLASSES:

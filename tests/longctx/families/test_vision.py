@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from longctx.architecture.size import count_parameters
 from longctx.batch import Stream
 from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import load_hf, save_hf
