@@ -392,10 +392,11 @@ class _Op(NamedTuple):
         for group, block in tiles:
             k, v = (_split(x[:, group.keys], group) for x in (k_BsKD, v_BsKV))
             for _, dq, dk, dv in self.gradients(rows.of_group(group), k, v, block):
-                found.append(Gradients._make(_joined(x, len(k_BsKD)) for x in (dq, dk, dv)))
-        if len(found) == 1:
-            return found[0]
-        return Gradients._make(torch.cat(parts, 1) for parts in zip(*found, strict=True))
+                found.append([_joined(x, len(k_BsKD)) for x in (dq, dk, dv)])
+        dq, dk, dv = found[0]
+        if len(found) > 1:
+            dq, dk, dv = (torch.cat([of_tile[side] for of_tile in found], 1) for side in range(3))
+        return Gradients(dq, dk, dv)
 
     def to_op_layout(self, x_BsHX: Tensor, num_queries: int, rows: slice = slice(None)) -> Tensor:
         """Convert rows to the op's layout: [B, H, rows, size], the smaller head size padded with zeros.
