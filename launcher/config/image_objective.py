@@ -44,12 +44,7 @@ def _check_windows(config: RunConfig) -> None:
             f"{config.model.image.window}): a micro-batch's padding would cut an image.\nTry "
             "--parallel.tokens_per_rank 0, and --parallel.context for the ranks that share an image."
         )
-    # An invalid layout or degree is rejected later.
-    layout, parts = parallel.layout, 1
-    if layout in (AUTO, *KINDS) and parallel.context % parallel.ulysses == 0:
-        parts = num_parts(layout, parallel.context, parallel.ulysses)
-    image_tokens = config.model.image.num_tokens
-    unit = math.lcm(image_tokens, parts // math.gcd(parts, rows))
+    unit, image_tokens = complete_images(config), config.model.image.num_tokens
     if not seq_len % unit:
         return
     below = seq_len // unit * unit
@@ -57,10 +52,25 @@ def _check_windows(config: RunConfig) -> None:
     why = f"windows need complete images of {image_tokens} tokens"
     if unit > image_tokens:
         why += (
-            f", and data.seq_len × train.micro_batch_rows={rows} must split into {parts} equal parts "
-            f"(parallel.context={parallel.context}, parallel.layout={layout})"
+            f", and data.seq_len × train.micro_batch_rows={rows} must split into {_num_parts(config)} equal parts "
+            f"(parallel.context={parallel.context}, parallel.layout={parallel.layout})"
         )
     raise ConfigError(f"data.seq_len={seq_len} is not a multiple of {unit}: {why}.\nTry data.seq_len={nearest}.")
+
+
+def complete_images(config: RunConfig) -> int:
+    """Return the number of tokens that must divide a row, so that ranks can share a micro-batch of complete images."""
+    parts, rows = _num_parts(config), config.train.micro_batch_rows
+    return math.lcm(config.model.image.num_tokens, parts // math.gcd(parts, rows))
+
+
+def _num_parts(config: RunConfig) -> int:
+    """Return the number of equal parts into which the layout cuts a micro-batch."""
+    parallel = config.parallel
+    # An invalid layout or degree is rejected later.
+    if parallel.layout not in (AUTO, *KINDS) or parallel.context % parallel.ulysses:
+        return 1
+    return num_parts(parallel.layout, parallel.context, parallel.ulysses)
 
 
 def _check_heads(config: RunConfig) -> None:

@@ -27,7 +27,7 @@ BFLOAT16_LOSS_BOUND = 1e-2
 """For bfloat16, which has two digits: the mean over a few tokens' losses has them too."""
 GRADIENT_ERROR_BOUND = 2.0
 """For bfloat16: ratio by which an error may exceed one process's error, which is as large by chance."""
-_LAYER = re.compile(r"(model|encoder)\.layers\.(\d+)\.(.*)")
+_LAYER = re.compile(r"(model|encoder|model\.stages\.\d+)\.layers\.(\d+)\.(.*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,8 @@ def part_of(name: str) -> str:
     where = f"layer {layer}"
     if stack == "encoder":
         where = f"encoder layer {layer}"
+    elif stack != "model":
+        where = f"stage {stack.rpartition('.')[2]}, layer {layer}"
     kinds = {
         "self_attn": "attention",
         "cross_attn": "cross attention",

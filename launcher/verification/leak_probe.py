@@ -40,6 +40,8 @@ class LeakProbe:
         Multi-token prediction adds leaks into its losses, and an encoder adds leaks from a source into other documents'
         losses.
         """
+        if self.config.model.image.is_used:
+            return self._images()
         tokens, documents, source = self.stream.tokens, self.stream.document_ids, self.stream.source
         # A changed token is a target, too.
         vocab_size = self.config.model.head_rows
@@ -55,9 +57,36 @@ class LeakProbe:
             found["losses, of a source"] = find_leaks(self._of_sources, source.tokens, ids, vocab_size=vocab_size)
         return found
 
+    def _images(self) -> dict[str, Leaks]:
+        """Return leaks between images, whose length is fixed: a change is added to a patch, or replaces a color."""
+        image, stream, vocab_size = self.config.model.image, self.stream, self.config.model.vocab_size
+        inputs = stream.tokens
+        if image.patch:
+            inputs, vocab_size = torch.zeros_like(stream.tokens), 256
+        options = {"vocab_size": vocab_size, "skipped": int(image.class_token), "has_fixed_length": True}
+
+        def changed(tokens: Tensor) -> Stream:
+            if stream.pixels is None:
+                return dataclasses.replace(stream, tokens=tokens)
+            return dataclasses.replace(stream, pixels=stream.pixels + tokens[..., None].to(torch.uint8))
+
+        def likelihoods(tokens: Tensor, document_ids: Tensor) -> Tensor:
+            return self._nll_of(changed(tokens))
+
+        def losses(tokens: Tensor, document_ids: Tensor, of: str | None = None) -> Tensor:
+            return self._losses_of(changed(tokens), document_ids, of)
+
+        outputs = {"likelihoods": likelihoods, "losses in training": losses}
+        if self.config.train.class_weight:
+            outputs["losses of classes"] = partial(losses, of="class")
+        return {name: find_leaks(of, inputs, stream.document_ids, **options) for name, of in outputs.items()}
+
     def _token_nll(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
         """Return each token's negative log-likelihood [B, T, 1], gathered from all ranks."""
-        stream = self._packed(tokens, document_ids)
+        return self._nll_of(self._packed(tokens, document_ids))
+
+    def _nll_of(self, stream: Stream) -> Tensor:
+        tokens = stream.tokens
         shard = shard_batch(self._with_targets(stream, stream.document_ids >= 0), self.config, self.mesh)
         task = self.engine.model
         own = task.token_nll(task.prepare(shard.to(self.device))).float().cpu()
@@ -69,6 +98,8 @@ class LeakProbe:
 
     def _with_targets(self, stream: Stream, is_target: Tensor) -> Stream:
         """Return the stream with these tokens counted: their next tokens, or themselves if the objective is masked."""
+        if stream.labels is not None:
+            stream = dataclasses.replace(stream, labels=stream.labels.masked_fill(~is_target, IGNORED_TARGET))
         if self.config.mask is None:
             return dataclasses.replace(stream, loss_mask=is_target)
         return dataclasses.replace(stream, masked=stream.tokens.masked_fill(~is_target, IGNORED_TARGET))
@@ -112,7 +143,7 @@ class LeakProbe:
 def probe_text(found: dict[str, Leaks], description: str, started: float, dtype: str) -> tuple[str, bool]:
     """Return the result text, and True if no document leaks."""
     of_tokens = next(iter(found.values()))
-    moved = max(of.moved for of in found.values())
+    moves = [of.moved for of in found.values() if of.moved is not None]
     has_leak = any(of.leaked_share for of in found.values())
     lines = [
         f"Leak probe of {description}",
@@ -120,17 +151,22 @@ def probe_text(found: dict[str, Leaks], description: str, started: float, dtype:
         f"  likelihoods of tokens   {of_tokens.leaked_share:.1%} of {of_tokens.num_other_tokens:,}",
         *(f"  {name:<24}{of.leaked_share:.1%} of the tokens' documents" for name, of in list(found.items())[1:]),
         f"In the first document's own tokens: {of_tokens.inside_share:.0%}.",
-        f"With the first document one token shorter, the others' values change by {moved:.1e} (relative; rounding: up "
-        f"to {_ROUNDING[dtype]:.0e}).",
-        f"{time.perf_counter() - started:.1f} s.",
     ]
+    if moves:
+        lines.append(
+            f"With the first document one token shorter, the others' values change by {max(moves):.1e} (relative; "
+            f"rounding: up to {_ROUNDING[dtype]:.0e})."
+        )
+    lines.append(f"{time.perf_counter() - started:.1f} s.")
     # Without an effect on its own document, the changed token proves nothing about the others.
     if not all(of.inside_share for of in found.values()):
         lines.append("The probe is inconclusive: the first document itself did not change.")
     elif has_leak:
         largest = max(of.largest for of in found.values())
         lines.append(f"Documents leak into each other: the largest change is {largest:.1e}.")
-    elif not moved <= _ROUNDING[dtype]:
+    elif not of_tokens.num_other_tokens and not moves:
+        lines.append("The probe is inconclusive: a micro-batch has one image.")
+    elif moves and not max(moves) <= _ROUNDING[dtype]:
         lines.append("Documents depend on their start in the row: positions continue across a boundary.")
     else:
         lines.append("Nothing leaks.")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher.config.resolved import ResolvedConfig
+from launcher.verification.random_images import image_rows
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, PackedDocuments, Stream
 
 _PADDING = 3
@@ -20,11 +21,14 @@ def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Strea
 
     In every second step, half the tokens count in the loss, as in conversations. A masked objective masks some tokens
     in every step, and a pair head needs documents with two segments. With an encoder, each document reads a source of
-    any length.
+    any length. A model of images gets images, which all count.
     """
     rows, tokens = len(rows_of_step), config.data.seq_len
     # Seeded by step and first row, so that every process builds the same rows.
     generator = torch.Generator().manual_seed((step << 20) + rows_of_step.start)
+    if config.model.image.is_used:
+        stream = image_rows(config, rows_of_step.start, rows, generator)
+        return stream if config.mask is None else _with_masks(stream, config, generator)
     ids: list[int] = []
     num_documents = []
     for row in range(rows):
@@ -39,19 +43,26 @@ def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Strea
     if config.model.pair_head != "none":
         stream = _with_segments(stream, generator)
     if config.mask is not None:
-        # Tokens are random, so any other token can replace a masked one.
-        is_target = (torch.rand(rows, tokens, generator=generator) < config.mask.rate) & (stream.document_ids >= 0)
-        read_as = torch.randint(config.model.vocab_size, (rows, tokens), generator=generator)
-        return replace(
-            stream,
-            tokens=torch.where(is_target, read_as, stream.tokens),
-            masked=stream.tokens.masked_fill(~is_target, IGNORED_TARGET),
-        )
+        return _with_masks(stream, config, generator)
     if config.data.source_seq_len:
         stream = replace(stream, source=_sources(config, num_documents, generator))
     if step % 2:
         return replace(stream, loss_mask=torch.rand(rows, tokens, generator=generator) < 0.5)
     return stream
+
+
+def _with_masks(stream: Stream, config: ResolvedConfig, generator: torch.Generator) -> Stream:
+    """Return the stream with some tokens masked."""
+    assert config.mask is not None
+    # Tokens are random, so any other token can replace a masked one.
+    shape = stream.tokens.shape
+    is_target = (torch.rand(shape, generator=generator) < config.mask.rate) & (stream.document_ids >= 0)
+    read_as = torch.randint(config.model.vocab_size, shape, generator=generator)
+    return replace(
+        stream,
+        tokens=torch.where(is_target, read_as, stream.tokens),
+        masked=stream.tokens.masked_fill(~is_target, IGNORED_TARGET),
+    )
 
 
 def _with_segments(stream: Stream, generator: torch.Generator) -> Stream:

@@ -7,7 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.config.image_objective import complete_images
 from launcher.config.resolved import ResolvedConfig
+from longctx.architecture.image import ImageShape
 from longctx.config import ModelConfig
 
 TOKENS_A_RANK = 256
@@ -36,6 +38,11 @@ def shrink(config: ResolvedConfig, world_size: int) -> Shrunk:
     """
     context, micro_batches = config.parallel.context, config.micro_batches(world_size)
     seq_len = _row_tokens(config)
+    model = {}
+    if config.model.image.is_used:
+        model = _image_fields(config.model, seq_len)
+        if config.model.image.window:
+            seq_len = _windows_row(config, model, seq_len)
     # First and last micro-batch: if their sizes differ by a row, the small run's do too.
     sizes = (micro_batches.sizes[0], micro_batches.sizes[-1])[: min(MICRO_BATCHES, len(micro_batches))]
     rows = sum(sizes) * micro_batches.data_degree
@@ -50,7 +57,7 @@ def shrink(config: ResolvedConfig, world_size: int) -> Shrunk:
     if config.parallel.expert_tile_tokens:
         parallel["expert_tile_tokens"] = max(1, math.ceil(config.parallel.expert_tile_tokens * share))
     sections = {
-        "model": _model(config.model, share, config.parallel.expert),
+        "model": {**_model(config.model, share, config.parallel.expert), **model},
         "data": {"seq_len": seq_len, "source_seq_len": math.ceil(config.data.source_seq_len * share)},
         "train": train,
         "parallel": parallel,
@@ -71,6 +78,49 @@ def _row_tokens(config: ResolvedConfig) -> int:
         # For all concatenated rows; enough for several documents, and at least one token per rank.
         most = max(context, LEAST_TOKENS, most // config.train.micro_batch_rows)
     return min(config.data.seq_len, most)
+
+
+def _image_fields(model: ModelConfig, row_tokens: int) -> dict[str, Any]:
+    """Return fields for smaller images: two fit into a row, unless the smallest windows are too large."""
+    image = _shrink_image(model.image, row_tokens // 2)
+    values: dict[str, Any] = {}
+    if image.depths:
+        # Every stage keeps a layer of each kind.
+        depths = tuple(min(depth, max(2, len(model.layers))) for depth in image.depths)
+        image, values["num_layers"] = dataclasses.replace(image, depths=depths), sum(depths)
+    values["image"] = image
+    if model.position == "learned":
+        values["max_positions"] = image.num_tokens
+    return values
+
+
+def _shrink_image(image: ImageShape, most_tokens: int) -> ImageShape:
+    """Return the image with smaller windows, then fewer rows and columns, until it has at most ``most_tokens``."""
+    # A side is a number of windows in the last stage, or without windows of tokens.
+    patch, halvings = image.patch or 1, 2 ** max(0, len(image.depths) - 1)
+    window = max(1, image.window)
+    counts = [side // (patch * window * halvings) for side in (image.height, image.width)]
+    while True:
+        height, width = (count * patch * window * halvings for count in counts)
+        smaller = dataclasses.replace(image, height=height, width=width, window=image.window and window)
+        if smaller.num_tokens <= most_tokens:
+            return smaller
+        # A window of 2 × 2 still has a shift.
+        if window > 2:
+            window = max(2, window // 2)
+        elif max(counts) > 1:
+            side = counts.index(max(counts))
+            counts[side] = -(-counts[side] // 2)
+        else:
+            return smaller
+
+
+def _windows_row(config: ResolvedConfig, model: dict[str, Any], most: int) -> int:
+    """Return the row length of complete images nearest below ``most``, at least two images if the run's rows do."""
+    small = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+    unit = complete_images(small)
+    least = min(2, config.data.seq_len // config.model.image.num_tokens)
+    return max(-(-least * small.model.image.num_tokens // unit), most // unit) * unit
 
 
 def _model(model: ModelConfig, share: float, expert_degree: int) -> dict[str, Any]:

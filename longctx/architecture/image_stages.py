@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from longctx.architecture.fields import ModelFields
 
@@ -13,6 +13,11 @@ F = TypeVar("F", bound=ModelFields)
 
 def stage_configs(config: F) -> tuple[F, ...]:
     """Return each stage as its own model with one stage; empty if the model has none (``model.image.depths``)."""
+    return _stages(config)
+
+
+@lru_cache(maxsize=32)
+def _stages(config: Any) -> tuple[Any, ...]:
     return tuple(_stage(config, number) for number in range(len(config.image.depths)))
 
 

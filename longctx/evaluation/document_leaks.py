@@ -38,10 +38,11 @@ class Leaks(NamedTuple):
     """Largest change outside."""
     num_other_tokens: int
     """Tokens compared in other documents, per change."""
-    moved: float
+    moved: float | None
     """Largest output change in documents that moved by a token, in standard deviations over all outputs there.
 
-    About rounding size if positions restart; 0 if the first document is the last in its row.
+    About rounding size if positions restart; 0 if the first document is the last in its row; None if documents have a
+    fixed length.
     """
 
 
@@ -53,19 +54,22 @@ def find_leaks(
     *,
     vocab_size: int,
     tolerance: float = 0.0,
+    skipped: int = 0,
+    has_fixed_length: bool = False,
 ) -> Leaks:
     """Change the first document, first one token and then its length, and compare the model's outputs in the others.
 
     ``outputs_of`` maps tokens and document ids [B, T] to outputs [B, T, …] of any kind: logits, hidden states,
     likelihoods. Document ids are unique over all rows, and negative for padding, which is not compared. Differences up
-    to ``tolerance`` do not count: use 0 except for experts, where rounding in matmuls depends on the row count. Raise
-    ValueError if the first document has only one token.
+    to ``tolerance`` do not count: use 0 except for experts, where rounding in matmuls depends on the row count. A
+    document's first tokens may have no input to change, such as an image's class token: ``skipped`` counts them. With
+    ``has_fixed_length`` the first document is not shortened. Raise ValueError if it has only one token to change.
     """
     documents_N = document_ids_BT.flatten()
     first = int(documents_N[documents_N >= 0][0])
     inside_N = documents_N == first
     others_N = (documents_N >= 0) & ~inside_N
-    token_indices = inside_N.nonzero().flatten().tolist()
+    token_indices = inside_N.nonzero().flatten().tolist()[skipped:]
     if len(token_indices) < 2:
         raise ValueError("the first document has one token: give rows that begin with a longer one")
 
@@ -87,14 +91,14 @@ def find_leaks(
     # All tokens after the removed one move up by one.
     row, at = divmod(token_indices[0], tokens_BT.shape[1])
     moved_N = others_N & (torch.arange(len(documents_N)) // tokens_BT.shape[1] == row)
-    moved = 0.0
-    if moved_N.any():
+    moved = None if has_fixed_length else 0.0
+    if moved_N.any() and not has_fixed_length:
         after = outputs(_remove_entry(tokens_BT, row, at, 0), _remove_entry(document_ids_BT, row, at, _PADDING))
         differences = after.roll(1, 0)[moved_N] - before[moved_N]
         moved = float(differences.abs().amax() / before[moved_N].std())
     return Leaks(
         leaked_share=int(leaked_N.sum()) / max(1, int(others_N.sum())),
-        inside_share=int(changed_inside.sum()) / len(token_indices),
+        inside_share=int(changed_inside.sum()) / int(inside_N.sum()),
         largest=largest,
         num_other_tokens=int(others_N.sum()),
         moved=moved,

@@ -50,6 +50,12 @@ class ImageStages(nn.Module):
         self.merges = nn.ModuleList(PatchMerging(stage) for stage in configs[:-1])
 
     @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """Blocks of all stages."""
+        stages: Any = self.stages
+        return tuple(layer for stage in stages for layer in stage.layers)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
         return next(self.parameters()).dtype
@@ -93,6 +99,18 @@ def run_stages(
     groups = core.local_groups(order)
     tokens = torch.arange(groups.start * order.group, groups.stop * order.group, device=x_BtM.device)
     return ImageHidden(x_BtM, tokens // order.tokens_per_image)
+
+
+def hidden_in_reading_order(config: ModelConfig, hidden: Tensor | ImageHidden) -> Tensor:
+    """Return a model's hidden states for complete images, image after image in reading order [t, M]."""
+    if not isinstance(hidden, ImageHidden):
+        return hidden.flatten(0, 1)
+    last = stage_configs(config)[-1]
+    windows_tM = hidden.hidden_BtM[0]
+    order = _stage_order(last, len(windows_tM) // last.image.num_tokens)
+    reading_tM = torch.empty_like(windows_tM)
+    reading_tM[torch.from_numpy(order.indices())] = windows_tM
+    return reading_tM
 
 
 def _stage_order(config: ModelConfig, images: int) -> PatchOrder:

@@ -14,8 +14,8 @@ from tests.launcher.image_runs import image_run
 from tests.launcher.runs import resolved
 from tests.longctx.image_samples import igpt_config, swin_config, vit_config
 
-DENSE = {"num_experts": 0, "shared_ffn_size": 0}
-BOTH_WAYS = {**DENSE, "causal": False}
+DENSE: dict[str, Any] = {"num_experts": 0, "shared_ffn_size": 0}
+BOTH_WAYS: dict[str, Any] = {**DENSE, "causal": False}
 ACCEPTED: dict[str, tuple[ModelConfig, int, dict[str, Any]]] = {
     "class token": (vit_config(**DENSE), 2, {"parallel__context": 2}),
     "experts": (vit_config(), 2, {"parallel__context": 2, "parallel__expert": 2}),
