@@ -144,11 +144,15 @@ def test_an_import_builds_data_and_continues_pictures(theirs, tmp_path, capsys):
     assert code == 0, err
     built, imported = load_tokenizer(tmp_path / "shards").format, load_tokenizer(tmp_path / "ours").format
     assert built == replace(imported, classes=("cats",))
-    code, _, err = call(
-        capsys, "generate", "--checkpoint", tmp_path / "ours", "--image", picture, "--output", tmp_path / "out.png"
-    )
-    assert code == 0, err
-    assert Image.open(tmp_path / "out.png").size[1] > 8
+    drawn = []
+    for name in ("ours", "hf"):
+        words = ("--checkpoint", tmp_path / name, "--image", picture, "--output", tmp_path / f"{name}.png")
+        code, _, err = call(capsys, "generate", *words)
+        assert code == 0, err
+        # The title names the folder.
+        drawn.append(np.asarray(Image.open(tmp_path / f"{name}.png"))[30:])
+    assert np.array_equal(*drawn)
+    assert len(np.unique(drawn[0].reshape(-1, 3), axis=0)) > 20
 
 
 def test_samples_begin_with_the_last_id_and_never_have_it_again(theirs, folder):
