@@ -90,11 +90,11 @@ class Flags:
 _TRANSLATION, _MASKED, _OTHERS = "translation", "masked", "others"
 """Kinds of tasks: translation; masked and pairs; all others but those of images, each of which is its own kind."""
 _ROWS, _PROMPTS = ("masked", "pairs"), "tasks with prompts (niah, passkey, ruler, …)"
-_OF_IMAGES = ("classes", "pixels")
+_OF_IMAGES = ("classes", "pixels", "probe")
 _OF_TEXTS = ("masked", "pairs", "ppl", "longppl", _PROMPTS)
 _READERS: dict[str, tuple[str, ...]] = {
     "lengths": _OF_TEXTS,
-    "haystack": (*_OF_TEXTS, *_OF_IMAGES),
+    "haystack": _OF_TEXTS + _OF_IMAGES,
     "fit_data": ("probe",),
     "tokenizer": ("ppl", "longppl", _PROMPTS),
     "seed": (_PROMPTS,),
@@ -265,23 +265,28 @@ def _ask_encoder(flags: Flags, task_names: Sequence[str]) -> None:
 def _score_images(flags: Flags, task: str) -> None:
     """Score a model of images; rank 0 prints the scores."""
     from launcher.evaluation.image_evaluation import ImageOptions, evaluate_images, scores_file
+    from launcher.evaluation.image_probe import PROBE, ProbeOptions, probe_layers
     from parallel.runtime.launched import environment_rank
 
     if flags.checkpoint is None or flags.output is None:
         raise ConfigError(f"evaluate --tasks {task} needs --checkpoint DIR --output DIR.")
     options: dict[str, Any] = {"checkpoint": flags.checkpoint, "output": flags.output, "data": flags.haystack}
-    options |= {"limit": flags.samples, **flags.ranks.values()}
-    scores = evaluate_images(ImageOptions(task=task, **options), token_progress)
+    options |= {"limit": flags.samples} | flags.ranks.values()
+    if task == PROBE:
+        scores = probe_layers(ProbeOptions(fit_data=flags.fit_data, **options), token_progress)
+    else:
+        scores = evaluate_images(ImageOptions(task=task, **options), token_progress)
     if environment_rank()[0] != 0:
         return
     if flags.json:
         print_json(scores)
         return
-    named = {name: value for name, value in scores.items() if name not in ("model", "confusions")}
+    named = {name: value for name, value in scores.items() if name != "model" and not isinstance(value, list)}
     print_line(_named_values(scores["model"], named))
-    if scores.get("confusions"):
-        rows = [[str(value) for value in pair.values()] for pair in scores["confusions"]]
-        print_line(table(["class", "predicted", "images"], rows) + "\n")
+    # A row per confused pair of classes, or per layer.
+    for rows in filter(None, (scores.get("confusions"), scores.get("layers"))):
+        headers = [name.replace("_", " ") for name in rows[0]]
+        print_line(table(headers, [[_cell(value) for value in row.values()] for row in rows]) + "\n")
     print_line(str(flags.output / scores_file(task)))
 
 

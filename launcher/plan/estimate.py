@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.config.config_sections import RunConfig
 from launcher.config.data_section import DataSection
+from launcher.config.image_objective import complete_images
 from launcher.config.resolve import Data, TargetMachine, resolve, resolve_without_data
 from launcher.config.resolved import ResolvedConfig, ResolvedParallel, ResolvedTrain
 from launcher.config.run_config_rules import check_run
@@ -22,7 +23,7 @@ from launcher.plan.memory_estimate import FLOAT32, checkpoint_copy_bytes, memory
 from launcher.plan.parameters import build_shapes, planned_mesh
 from launcher.plan.planned_world import RankKind, World, rank_kinds
 from launcher.plan.seconds import StepSeconds, slowest, step_seconds
-from launcher.plan.synthetic_documents import uniform_documents
+from launcher.plan.synthetic_documents import document_length, uniform_documents
 from launcher.plan.zero_bytes import PartitionBytes, StepBytes, partition_bytes
 from longctx.architecture.layer_specs import mixers_of
 from longctx.architecture.mixers.softmax_mixer import attended_pairs
@@ -87,6 +88,14 @@ class RunEstimate:
         return self.config.train.tokens_per_step / self.seconds.total
 
     @property
+    def images_per_step(self) -> int:
+        """Images per step over all ranks, as many as fit into the rows; 0 for texts."""
+        image = self.config.model.image
+        if not image.is_used:
+            return 0
+        return self.config.rows_per_step * (self.config.data.seq_len // image.num_tokens)
+
+    @property
     def run_hours(self) -> float:
         """Hours for all steps, excluding validation and checkpoints."""
         return self.config.train.steps * self.seconds.total / 3600
@@ -96,6 +105,12 @@ class RunEstimate:
         if not self.hardware.peak_flops:
             return None
         return flops / (self.seconds.total * self.hardware.peak_flops * self.world.ranks)
+
+    def _image_rates(self) -> dict[str, float]:
+        if not self.images_per_step:
+            return {}
+        rate = self.images_per_step / self.seconds.total
+        return {"images_per_step": self.images_per_step, "images_per_second": rate}
 
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as plain values."""
@@ -110,6 +125,7 @@ class RunEstimate:
             "fits": self.fits,
             "step_seconds": self.seconds.total,
             "tokens_per_second": self.tokens_per_second,
+            **self._image_rates(),
             "run_hours": self.run_hours,
             "device_hours": self.run_hours * self.world.ranks,
             "mfu": self.utilisation(self.model_flops),
@@ -143,7 +159,9 @@ def planned(
     )
     resolved = resolve_without_data(requested, machine)
     check_run(resolved, world.ranks)
-    config = resolve(resolved, machine, Data(is_packed=document_tokens % requested.data.seq_len > 0))
+    # An image may be shorter than a row.
+    is_packed = document_length(requested, document_tokens) % requested.data.seq_len > 0
+    config = resolve(resolved, machine, Data(is_packed=is_packed))
     check_device(zero_options(config.zero), device_type)
     return config
 
@@ -197,11 +215,13 @@ def estimate_ranks(
 
 def max_row_tokens(config: ResolvedConfig, world: World, hardware: Hardware, *, share: float = 1.0) -> int:
     """Return the longest row, in multiples of 128 tokens per rank, that fits into a share of device memory; 0 if none
-    fits.
+    fits. Windows of images need complete images instead.
 
     ``config`` is resolved, as in ``estimate_run``.
     """
     unit = 128 * config.parallel.context
+    if config.model.image.window:
+        unit = complete_images(config)
 
     def is_possible(units: int) -> bool:
         try:

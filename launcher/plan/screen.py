@@ -36,9 +36,11 @@ Rows = tuple[list[str], list[list[str]]]
 def describe_run(config: ResolvedConfig, world: World, document_tokens: int) -> str:
     """Describe ranks and settings on one line, and a micro-batch on the next."""
     parallel, tokens = config.parallel, padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows)
-    documents = "one document per row"
+    documents, image_tokens = "one document per row", config.model.image.num_tokens
     if document_tokens:
         documents = f"documents of {document_tokens:,} tokens"
+    if config.model.image.is_used:
+        documents = f"{format_count(config.data.seq_len // image_tokens, 'image')} of {image_tokens:,} tokens per row"
     return (
         f"{format_count(world.ranks, 'rank')} ({world.ranks_per_node} per machine): {describe_settings(config)}, "
         f"{config.train.dtype}, layout {parallel.layout}\n{tokens:,} tokens per micro-batch, "
@@ -138,6 +140,9 @@ def plan_summary(run: RunEstimate, longest: int, longer: SettingsCandidate | Non
         f"{format_count(config.train.steps, 'step')} take {_hours(hours)} hours, {_hours(hours * world.ranks)} "
         "device-hours."
     ]
+    if run.images_per_step:
+        rate = run.images_per_step / run.seconds.total
+        lines.append(f"{format_count(run.images_per_step, 'image')} per step, {rate:,.4g} per second.")
     masked_mfu, full = run.utilisation(run.model_flops), run.utilisation(run.full_flops)
     if masked_mfu is not None and full is not None:
         lines.append(

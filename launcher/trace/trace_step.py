@@ -73,6 +73,8 @@ def _links(rank: int, world: World, mesh: Mesh) -> Links:
     links.name(mesh.expert_group, "of tokens to experts")
     links.name(mesh.ulysses_group, "of heads")
     links.name(mesh.ring_group, "over the sequence")
+    # Windows of images move tokens between the ranks that share them.
+    links.name(mesh.context_group, "over the sequence")
     return links
 
 

@@ -10,7 +10,7 @@ import torch
 from data_pipeline.rows.row_batches import Share
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.tokens_per_rank_rules import padded_tokens
-from longctx.batch import PackedDocuments, Stream
+from longctx.batch import IGNORED_TARGET, PackedDocuments, Stream
 from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.training_pass import Execution
 from longctx.objectives.build import Objective
@@ -119,7 +119,11 @@ def _split(stream: Tokens, config: ResolvedConfig, mesh: Mesh, *, of_source: boo
     stream = stream.padded(_num_padded(stream.documents.num_tokens, config, of_source=of_source))
     layout = batch_layout(config, mesh, stream.documents, of_source=of_source)
     shard = stream.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
-    return dataclasses.replace(shard, placement=layout)
+    label_indices = None
+    if shard.labels is not None:
+        # On a device the host would wait for them.
+        label_indices = (shard.labels.flatten() != IGNORED_TARGET).nonzero().flatten()
+    return dataclasses.replace(shard, placement=layout, label_indices=label_indices)
 
 
 def compiler_of(config: ResolvedConfig) -> str | None:

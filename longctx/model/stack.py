@@ -49,6 +49,8 @@ class StackInput:
     pixels: Tensor | None = None
     hidden: Tensor | None = None
     """Hidden states [B, t, M] to start from instead of embeddings, in a stage after the front."""
+    read: Tensor | None = None
+    """Tokens whose hidden states are read, int64 indices into [B·t]; None: all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,11 +129,14 @@ class Stack(nn.Module):
         """Compute hidden states [B, t, M].
 
         With ``stream`` return its handle instead, before the final norm. ``positions_Bt`` are resolved
-        (``plans.resolve_positions``). ``embed_tokens`` is the table's module if the stack owns no table.
+        (``plans.resolve_positions``). ``embed_tokens`` is the table's module if the stack owns no table. With
+        ``given.read`` the last layer computes only these tokens' outputs, and the result is [1, F, M].
         """
         x_BtM = self._enter(given, positions_Bt, dropout, stream, embed_tokens)
-        for layer in range(self.config.num_layers):
+        last = self.config.num_layers - 1
+        for layer in range(last):
             x_BtM = self.run_layer(layer, x_BtM, calls)
+        x_BtM = self.run_layer(last, x_BtM, calls, given.read)
         if stream is None:
             x_BtM = self.last_norm(x_BtM)
         return x_BtM
@@ -164,14 +169,15 @@ class Stack(nn.Module):
         """Dtype of the weights."""
         return next(self.parameters()).dtype
 
-    def run_layer(self, layer: int, x_BtM: Tensor, calls: PassCalls) -> Tensor:
-        """Run one layer, or an MTP block after the last; return its output."""
+    def run_layer(self, layer: int, x_BtM: Tensor, calls: PassCalls, read_F: Tensor | None = None) -> Tensor:
+        """Run one layer, or an MTP block after the last; return its output, with ``read_F`` only of these tokens."""
         spec = self._specs[layer]
         if layer < self.config.num_layers:
             block = self.layers[layer % len(self.layers)]
         else:
             block = self.mtp[layer - self.config.num_layers].block
-        call, table = replace(calls.of_mixer[spec.mixer], layer=layer), calls.tables[self._rope_of_layer[layer]]
+        call = replace(calls.of_mixer[spec.mixer], layer=layer, read_F=read_F)
+        table = calls.tables[self._rope_of_layer[layer]]
         x_BtM, *of_router = block(x_BtM, table, call=call)
         if spec.ffn == "experts":
             calls.stats.append(tuple(of_router))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from longctx.families.spec import IGNORED_KEYS
 from longctx.model.decoder import Decoder
 from tests.longctx.families.hf_models import CASES, TWO_STACKS, VISION, WITH_CLASS, new_model
 from tests.longctx.families.hub_configs import HUB, PARAMETERS
+from tests.longctx.image_samples import igpt_config, swin_config, vit_config
 from tests.longctx.samples import dense_config, tiny_config
 
 CONFIGS = {
@@ -275,6 +277,20 @@ def test_fixed_ntk_scaling_is_written_as_the_base_it_comes_to():
 
 
 @pytest.mark.parametrize(
+    ("config", "family"),
+    [(vit_config, "vit"), (swin_config, "swin"), (partial(igpt_config, norm="rmsnorm", norm_eps=1e-5), "imagegpt")],
+)
+def test_a_run_on_images_has_a_family(config, family):
+    # A recipe's models are untied unless it says otherwise, and a model of pixels knows the images' shape.
+    heads = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "tie_embeddings": False}
+    dense = {"num_experts": 0, "shared_ffn_size": 0, "o_bias": True, "ffn_bias": True}
+    config = config(**heads, **dense, activation="gelu", qkv_bias=True)
+    assert family_of(config).model_type == family
+    back = ModelConfig.from_hf(config.to_hf())
+    assert canonical_fields(back) == canonical_fields(config)
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"model_type": "gpt_neox"}, "model_type='gpt_neox'.*llama"),
@@ -475,6 +491,6 @@ def test_no_rule_of_a_family_reads_another_ones_key():
     for family in FAMILIES.values():
         keys = [key for rule in family.rules for key in rule.keys]
         assert len(set(keys)) == len(keys), family.model_type
-        # RoBERTa's padding id says where its positions begin.
-        ignored = (family.ignored_keys | IGNORED_KEYS) - {"pad_token_id"}
+        # RoBERTa's padding id says where its positions begin, and a class head has as many rows as labels.
+        ignored = (family.ignored_keys | IGNORED_KEYS) - {"pad_token_id", "id2label", "label2id"}
         assert not set(keys) & ignored, family.model_type
