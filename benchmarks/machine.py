@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -68,3 +69,14 @@ def save(name: str, content: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
     return path
+
+
+def with_saved_rows(name: str, cases: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows by case and seed, merged, in order, with the saved ones for this kind of processor."""
+    path = RESULTS / processor_kind() / f"{name}.json"
+    known = []
+    # Read after the measuring: another process may have saved others meanwhile.
+    if path.exists():
+        known = json.loads(path.read_text())["rows"]
+    found = {(cases.index(row["case"]), row["seed"]): row for row in [*known, *rows]}
+    return [found[key] for key in sorted(found)]

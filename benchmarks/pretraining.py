@@ -17,7 +17,6 @@ minutes on a core, and two processes may divide them. Exit code 1 if a mean over
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 
 from benchmarks.bounds import Bound, conclude, parse
 from benchmarks.generation import convert
-from benchmarks.machine import RESULTS, processor_kind
+from benchmarks.machine import with_saved_rows
 from benchmarks.translation import learn
 from longctx.batch import IGNORED_TARGET, Batch
 
@@ -241,17 +240,6 @@ def bounds(rows: Sequence[dict[str, Any]]) -> Iterator[Bound]:
         )
 
 
-def with_saved(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return these rows merged, in order, with the saved ones for this kind of processor."""
-    path = RESULTS / processor_kind() / "pretraining.json"
-    known = []
-    # Read after the measuring: another process may have saved others meanwhile.
-    if path.exists():
-        known = json.loads(path.read_text())["rows"]
-    found = {(CASES.index(row["case"]), row["seed"]): row for row in [*known, *rows]}
-    return [found[key] for key in sorted(found)]
-
-
 def main() -> int:
     """Print and save what the models learned; return 1 if a result is outside its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -277,7 +265,7 @@ def main() -> int:
 def judge(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> int:
     """Print the missed bounds, and merge the rows into the saved ones; return the exit code."""
     if options.save and not options.quick:
-        rows = with_saved(rows)
+        rows = with_saved_rows("pretraining", CASES, rows)
     content = {"steps": STEPS, "rows_of_a_step": ROWS, "row_tokens": ROW_TOKENS, "rows": list(rows)}
     return conclude("pretraining", content, list(bounds(rows)), options)
 

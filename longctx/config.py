@@ -154,11 +154,12 @@ _IMAGE_GPT: dict[str, Any] = _OPENAI | {
     "activation": "quick_gelu",
     "max_positions": 1024,
     "residual_dropout": 0.1,
+    "image": ImageShape(height=32, width=32),
 }
 """Shared by Image GPT's models: 512 colours and a begin token, images of 32 × 32 pixels."""
 
 # "Generative Pretraining from Pixels" (Chen et al., ICML 2020).
-_IMAGES = {
+_IMAGE_GPTS = {
     "igpt-small": ModelConfig(
         **_IMAGE_GPT, hidden_size=512, num_layers=24, num_heads=8, num_kv_heads=8, head_dim=64, ffn_size=2048
     ),
@@ -319,6 +320,59 @@ _ENCODERS = {
     ),
 }
 
+_VISION: dict[str, Any] = {
+    "vocab_size": 0,
+    "causal": False,
+    "o_bias": True,
+    "norm": "layernorm",
+    "activation": "gelu",
+    "ffn_bias": True,
+    "classes": 1000,
+}
+"""Shared by image classifiers, which read patches; classes are ImageNet's."""
+_VIT: dict[str, Any] = _VISION | {
+    "position": "learned",
+    "norm_eps": 1e-12,
+    "image": ImageShape(height=224, width=224, patch=16, class_token=True),
+    "max_positions": 197,
+}
+
+
+def _swin(depths: tuple[int, ...], width: int) -> ModelConfig:
+    """Build a Swin with heads of 32 channels for images of 224 × 224 pixels; ``width`` is the first stage's."""
+    image = ImageShape(
+        height=224,
+        width=224,
+        patch=4,
+        window=7,
+        depths=depths,
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+    )
+    return ModelConfig(
+        **_VISION,
+        hidden_size=width,
+        num_layers=sum(depths),
+        num_heads=width // 32,
+        num_kv_heads=width // 32,
+        head_dim=32,
+        ffn_size=4 * width,
+        layers=("image_window", "shifted_window"),
+        position="none",
+        norm_eps=1e-5,
+        embedding_norm=True,
+        class_pool="mean",
+        image=image,
+    )
+
+
+_CLASSIFIERS = {
+    "vit-base-16": ModelConfig(**_VIT, **_BASE),  # arXiv 2010.11929
+    "vit-large-16": ModelConfig(**_VIT, **_LARGE),
+    "swin-tiny": _swin((2, 2, 6, 2), 96),  # arXiv 2103.14030, with the normalization of its published weights
+    "swin-base": _swin((2, 2, 18, 2), 128),
+}
+
 _AFTER_SUMS: dict[str, Any] = {
     "o_bias": True,
     "norm": "layernorm",
@@ -375,5 +429,7 @@ _ENCODER_DECODERS = {
     "t5-v1.1-large": _encoder_decoder(24, _LARGE, _T5_1_1 | {"ffn_size": 2816}),
 }
 
-PRESETS: dict[str, ModelConfig] = _QUICKSTART | _GPT | _IMAGES | _LLAMA | _EXPERTS | _ENCODERS | _ENCODER_DECODERS
+PRESETS: dict[str, ModelConfig] = (
+    _QUICKSTART | _GPT | _IMAGE_GPTS | _LLAMA | _EXPERTS | _ENCODERS | _CLASSIFIERS | _ENCODER_DECODERS
+)
 """Named shapes for ``model.preset``: small starting points and published models."""

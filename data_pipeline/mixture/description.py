@@ -7,7 +7,8 @@ from pathlib import Path
 
 from data_pipeline.mixture.file import Mixture, Stage
 from data_pipeline.rows.packing_checks import check_mixture_sources
-from data_pipeline.shards.manifest import Manifest
+from data_pipeline.shards.manifest import IMAGES, Manifest
+from longctx.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,9 @@ def describe_mixture(path: str | Path) -> MixtureView:
     folders = mixture.folders(Path(path).parent)
     manifests = [Manifest.load(folder) for folder in folders]
     check_mixture_sources(path, zip((source.name for source in mixture.sources), manifests, strict=True))
+    kinds = {manifest.kind: source.name for source, manifest in zip(mixture.sources, manifests, strict=True)}
+    if len(kinds) > 1:
+        raise DataError(f"{path}: {kinds[IMAGES]} contains images, {kinds['']} texts. A run reads only one kind.")
     sources = [
         SourceView(
             name=source.name,

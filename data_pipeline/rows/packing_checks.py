@@ -40,7 +40,7 @@ def check_mixture_options(mixture: str | Path, examples: ExampleRule | None, sou
     # Rules for examples have a text of their own, in the plural: "pairs of segments (nsp)".
     if examples is not None:
         raise ConfigError(
-            f"{examples} require texts from one folder, but {mixture} is a mixture.\n"
+            f"{examples} require data from one folder, but {mixture} is a mixture.\n"
             f"Build one folder from all: {_ONE_FOLDER}."
         )
     if source_seq_len:

@@ -75,7 +75,7 @@ class RowReader:
         """Return a row's two-segment examples: unmasked tokens, start token of the second segment, and order label."""
         assert self.recipe is not None, "texts without a recipe have no segments"
         pieces = list(zip(row, row.epochs or [0] * len(row), strict=True))
-        return [(made.tokens, made.second, made.label) for made in self.recipe.examples(pieces)]
+        return [(made.tokens, made.second, made.label or 0) for made in self.recipe.examples(pieces)]
 
     def _resolve_sources(self, rows: Sequence[Row]) -> tuple[Readable, Sequence[Row], Sources | None]:
         # The only place that distinguishes the three kinds of data: everything below sees documents, rows and optional

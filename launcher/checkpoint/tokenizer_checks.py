@@ -10,6 +10,7 @@ from data_pipeline.shards.reader import ShardSet
 from longctx.checkpoint_format import MANIFEST, CheckpointReader
 from longctx.errors import CheckpointError, ConfigError, DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
+from longctx.tokenizer.image_tokenizer import ImageTokenizer
 from longctx.tokenizer.load_tokenizer import (
     COPIED_FILES,
     GENERATION_CONFIG,
@@ -42,6 +43,23 @@ def check_checkpoint_tokenizer(checkpoint: Path, data: ShardSet) -> None:
         f"  data:       {data_tokenizer.describe()}\n"
         f"  checkpoint: {checkpoint_tokenizer.describe()}\n"
         f"Rebuild the data: longctx data build --tokenizer {checkpoint} …"
+    )
+
+
+def check_palette(checkpoint: Path, data: ShardSet) -> None:
+    """Raise DataError unless images have the checkpoint's palette; their size and classes may differ.
+
+    Raise CheckpointError if the checkpoint's tokenizer files are damaged.
+    """
+    _check_tokenizer_files(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
+    if isinstance(tokenizer, ImageTokenizer) and tokenizer.format.palette == data.image_format.palette:
+        return
+    raise DataError(
+        f"{data.folder} has another palette than {checkpoint}: ids would be other colours.\n"
+        f"  data:       {load_tokenizer(data.folder).describe()}\n"
+        f"  checkpoint: {tokenizer.describe()}\n"
+        f"Rebuild the data: longctx data build --kind images --tokenizer {checkpoint} …"
     )
 
 

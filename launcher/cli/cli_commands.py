@@ -129,13 +129,17 @@ COMMANDS = {
     "checkpoint verify": CliCommand(checkpoint.verify_checkpoints, ("runs/first/checkpoints/step_000100",)),
     "generate": CliCommand(
         generate_command.generate_text,
-        ('--checkpoint runs/first --prompt "def main(" --max-new-tokens 40',),
+        (
+            '--checkpoint runs/first --prompt "def main(" --max-new-tokens 40',
+            "--checkpoint runs/igpt --image boot.png --temperature 1 --samples 4 --output continued.png",
+        ),
         is_over_ranks=True,
     ),
     "evaluate": CliCommand(
         evaluate_command.run_evaluation,
         (
             "--checkpoint runs/first --tasks niah,ppl --lengths 512,1024 --output runs/first/evaluation",
+            "--checkpoint runs/vit --tasks classes --data runs/fashion-test --output runs/vit/classes",
             "--list",
         ),
         is_over_ranks=True,

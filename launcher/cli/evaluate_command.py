@@ -42,11 +42,14 @@ class Flags:
     """Print a line per task, and exit."""
     samples: Annotated[int | None, arg(aliases=["--limit"], help_behavior_hint="(default: 22)")] = None
     """Samples per task and length, or texts for ppl and longppl. For translation the first pairs, default: all; for
-    masked and pairs the first rows, default: 64."""
-    haystack: Annotated[str | None, arg(metavar="FOLDER")] = None
+    masked and pairs the first rows, default: 64; for classes, pixels and probe images at equal distances in each
+    folder, default: all."""
+    haystack: Annotated[str | None, arg(metavar="FOLDER", aliases=["--data"])] = None
     """Text for hiding needles, and for ppl, longppl, masked and pairs: a folder with text or shards, or its URL
     (s3://BUCKET/FOLDER); default: the run's validation folder, otherwise stdlib, the source of Python's standard
-    library. masked and pairs need shards."""
+    library. masked and pairs need shards; classes, pixels and probe need shards with images."""
+    fit_data: Annotated[str | None, arg(metavar="FOLDER")] = None
+    """For probe: shards with the images that the classifiers are fitted on, or their URL."""
     tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER")] = None
     """For a folder without its own: SentencePiece model, tokenizer.json, or a folder with one."""
     seed: Annotated[int | None, _unless_given("42")] = None
@@ -85,12 +88,14 @@ class Flags:
 
 
 _TRANSLATION, _MASKED, _OTHERS = "translation", "masked", "others"
-"""Kinds of tasks: translation; masked and pairs; all others."""
+"""Kinds of tasks: translation; masked and pairs; all others but those of images, each of which is its own kind."""
 _ROWS, _PROMPTS = ("masked", "pairs"), "tasks with prompts (niah, passkey, ruler, …)"
+_OF_IMAGES = ("classes", "pixels", "probe")
 _OF_TEXTS = ("masked", "pairs", "ppl", "longppl", _PROMPTS)
 _READERS: dict[str, tuple[str, ...]] = {
     "lengths": _OF_TEXTS,
-    "haystack": _OF_TEXTS,
+    "haystack": _OF_TEXTS + _OF_IMAGES,
+    "fit_data": ("probe",),
     "tokenizer": ("ppl", "longppl", _PROMPTS),
     "seed": (_PROMPTS,),
     "depths": (_PROMPTS,),
@@ -129,6 +134,8 @@ def run_evaluation(flags: Annotated[Flags, arg(name="")]) -> None:
         _translate(flags)
     elif kind == _MASKED:
         _ask_encoder(flags, task_names)
+    elif kind in _OF_IMAGES:
+        _score_images(flags, kind)
     else:
         _evaluate(_options(flags), as_json=flags.json)
 
@@ -137,10 +144,11 @@ def _kind_of(task_names: Sequence[str]) -> str:
     """Return the tasks' kind. Raise ConfigError if they are of two kinds."""
     tasks = ",".join(task_names)
     # Each kind of task needs another kind of model, so one call serves one kind.
-    if "translation" in task_names:
-        if len(task_names) > 1:
-            raise ConfigError(f"--tasks {tasks}: translation runs alone. Evaluate the others in another call.")
-        return _TRANSLATION
+    for alone in (_TRANSLATION, *_OF_IMAGES):
+        if alone in task_names:
+            if len(task_names) > 1:
+                raise ConfigError(f"--tasks {tasks}: {alone} runs alone. Evaluate the others in another call.")
+            return alone
     others = [name for name in task_names if name not in _ROWS]
     if len(others) == len(task_names):
         return _OTHERS
@@ -158,9 +166,9 @@ def _reject_unused(flags: Flags, kind: str) -> None:
     for name, readers in _READERS.items():
         value = getattr(flags, name)
         is_read = kind in readers
-        # These tasks mix freely in one call, so only translation's options are certain to be unread.
+        # These tasks mix freely in one call, so only options of tasks that run alone are certain to be unread.
         if kind == _OTHERS:
-            is_read = readers != ("translation",)
+            is_read = readers not in (("translation",), ("probe",))
         if value not in (None, "") and value is not False and not is_read:
             unused.setdefault(_join_names(readers), []).append(f"--{name.replace('_', '-')}")
     if kind == _MASKED and flags.ranks.chunk_tokens != RankFlags().chunk_tokens:
@@ -250,10 +258,41 @@ def _ask_encoder(flags: Flags, task_names: Sequence[str]) -> None:
         print_json(scores)
         return
     named = {name: value for name, value in scores.items() if name != "model"}
-    print_line(
-        table(["", scores["model"]], [[name.replace("_", " "), _cell(value)] for name, value in named.items()]) + "\n"
-    )
+    print_line(_named_values(scores["model"], named))
     print_line(str(flags.output / SCORES))
+
+
+def _score_images(flags: Flags, task: str) -> None:
+    """Score a model of images; rank 0 prints the scores."""
+    from launcher.evaluation.image_evaluation import ImageOptions, evaluate_images, scores_file
+    from launcher.evaluation.image_probe import PROBE, ProbeOptions, probe_layers
+    from parallel.runtime.launched import environment_rank
+
+    if flags.checkpoint is None or flags.output is None:
+        raise ConfigError(f"evaluate --tasks {task} needs --checkpoint DIR --output DIR.")
+    options: dict[str, Any] = {"checkpoint": flags.checkpoint, "output": flags.output, "data": flags.haystack}
+    options |= {"limit": flags.samples} | flags.ranks.values()
+    if task == PROBE:
+        scores = probe_layers(ProbeOptions(fit_data=flags.fit_data, **options), token_progress)
+    else:
+        scores = evaluate_images(ImageOptions(task=task, **options), token_progress)
+    if environment_rank()[0] != 0:
+        return
+    if flags.json:
+        print_json(scores)
+        return
+    named = {name: value for name, value in scores.items() if name != "model" and not isinstance(value, list)}
+    print_line(_named_values(scores["model"], named))
+    # A row per confused pair of classes, or per layer.
+    for rows in filter(None, (scores.get("confusions"), scores.get("layers"))):
+        headers = [name.replace("_", " ") for name in rows[0]]
+        print_line(table(headers, [[_cell(value) for value in row.values()] for row in rows]) + "\n")
+    print_line(str(flags.output / scores_file(task)))
+
+
+def _named_values(title: str, values: dict[str, Any]) -> str:
+    """Return a table with a row per value."""
+    return table(["", title], [[name.replace("_", " "), _cell(value)] for name, value in values.items()]) + "\n"
 
 
 def _options(flags: Flags) -> EvaluationOptions:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from tyro.conf import OmitArgPrefixes, UseAppendAction, arg, create_mutex_group
 
 from launcher.cli.cli_output import note, progress, read_line, write
+from launcher.cli.generate_images import PictureFlags, draw_continuations
 from launcher.cli.shared_options import RankFlags
 from launcher.wording import format_count
 from longctx.errors import ConfigError, LongCtxError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _PROMPT = create_mutex_group(required=False, title="prompt")
 Strings = UseAppendAction[list[str]]
+_NO_PICTURE = PictureFlags()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +105,35 @@ def _refuse(options: Mapping[str, float], why: str) -> None:
         raise ConfigError(f"{why}, so {names} would have no effect. Leave one out.")
 
 
+def _flags_set(values: Mapping[str, Any]) -> list[str]:
+    """Return the flags among these options with a value."""
+    return [f"--{name.replace('_', '-')}" for name, value in values.items() if value not in (None, "", False, [])]
+
+
+def _required(max_new_tokens: int | None) -> int:
+    """Return the limit; raise ConfigError if it is not given."""
+    if max_new_tokens is None:
+        raise ConfigError(
+            "--max-new-tokens N is missing: the maximum tokens to add to a text. An image model continues a picture "
+            "instead: --image FILE.png --output NEW.png."
+        )
+    return max_new_tokens
+
+
 def _has_template(source: Path) -> bool:
-    """Return True if a tokenizer has a chat template; one that cannot be loaded is reported when it is used."""
+    """Return True if a tokenizer has a chat template, and say so; one that cannot be loaded is reported when it is
+    used.
+    """
     from longctx.chat.template_files import has_template
     from longctx.tokenizer import load_tokenizer
+    from parallel.runtime.launched import environment_rank
 
-    try:
-        return has_template(load_tokenizer(source))
-    except LongCtxError:
-        return False
+    found = False
+    with suppress(LongCtxError):
+        found = has_template(load_tokenizer(source))
+    if environment_rank()[0] == 0:
+        note("Prompts are rendered by the model's chat template." if found else "The model has no chat template.")
+    return found
 
 
 def generate_text(
@@ -120,7 +142,8 @@ def generate_text(
     prompt: Annotated[str | None, _PROMPT, arg(metavar="TEXT")] = None,
     prompt_file: Annotated[Path | None, _PROMPT, arg(metavar="F|-")] = None,
     prompts_file: Annotated[Path | None, _PROMPT, arg(metavar="F|-")] = None,
-    max_new_tokens: int,
+    pictures: OmitArgPrefixes[PictureFlags] = _NO_PICTURE,
+    max_new_tokens: int | None = None,
     chat: bool = False,
     chat_template: Literal["none", "auto"] = "none",
     system: str = "",
@@ -133,16 +156,18 @@ def generate_text(
 ) -> None:
     """Continue one prompt or many; a model with an encoder reads the prompt and writes its target.
 
-    Generates until --max-new-tokens or the document's end, greedily unless a sampling option or --beams is given.
-    Standard output receives only the continuation, as it is generated, and a newline. Over ranks: --ranks N starts N
-    ranks here, --hostfile FILE those on its hosts.
+    Generates until --max-new-tokens or the document's end, greedily unless a sampling option or --beams is given. With
+    --image, an image model continues a picture below its upper rows, and writes it to --output. Standard output
+    receives only the continuation, as it is generated, and a newline. Over ranks: --ranks N starts N ranks here,
+    --hostfile FILE those on its hosts.
 
     Args:
         checkpoint: Checkpoint, run folder (its newest checkpoint), or Hugging Face folder.
         prompt: Start of the document; may be empty; --prompt=TEXT if it starts with a dash.
         prompt_file: UTF-8 file with the prompt, up to its last newline, of any length; - is standard input.
         prompts_file: JSON lines, each with a "prompt"; a JSON line is written for each, in the same order.
-        max_new_tokens: Maximum tokens to add.
+        pictures: A picture to continue instead of a text.
+        max_new_tokens: Maximum tokens to add; required for texts.
         chat: Render each prompt (the user's text, or a line's "messages") with the model's chat template; end with the
             reply. Without a prompt, each line on standard input is a turn, answered before the next is read.
         chat_template: auto is --chat if the model has a chat template, and says so.
@@ -156,17 +181,29 @@ def generate_text(
         ranks: Device, memory, and ranks that deepspeed or torchrun starts.
     """
     from launcher.generation.generation_options import GenerationCommandOptions, PromptSource
-    from launcher.generation.generation_run import session
-    from parallel.runtime.launched import environment_rank
 
+    if pictures.is_used:
+        of_texts = {"prompt": prompt, "prompt_file": prompt_file, "prompts_file": prompts_file, "system": system}
+        of_texts |= {"max_new_tokens": max_new_tokens, "chat": chat, "chat_template": chat_template != "none"}
+        of_texts |= {"max_sequences": max_sequences, "beyond_positions": beyond_positions, "stop": choosing.stop}
+        draw_continuations(
+            pictures,
+            choosing.strategy(),
+            _flags_set(of_texts),
+            checkpoint=checkpoint,
+            output=output,
+            penalties=choosing.penalties(),
+            tokenizer=tokenizer,
+            **ranks.values(),
+        )
+        return
+    pictures.check_unused()
     if chat_template == "auto" and not chat:
         chat = _has_template(tokenizer or checkpoint)
-        if environment_rank()[0] == 0:
-            note("Prompts are rendered by the model's chat template." if chat else "The model has no chat template.")
     options = GenerationCommandOptions(
         checkpoint=checkpoint,
         prompts=PromptSource(text=prompt, file=prompt_file, lines=prompts_file, chat=chat, system=system),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=_required(max_new_tokens),
         strategy=choosing.strategy(),
         penalties=choosing.penalties(),
         stop_strings=tuple(choosing.stop),
@@ -176,6 +213,14 @@ def generate_text(
         beyond_positions=beyond_positions,
         **ranks.values(),
     )
+    _continue_texts(options)
+
+
+def _continue_texts(options: GenerationCommandOptions) -> None:
+    """Continue the prompts, or answer in a chat."""
+    from launcher.generation.generation_run import session
+    from parallel.runtime.launched import environment_rank
+
     # All ranks compute; rank 0 writes.
     is_rank_0 = environment_rank()[0] == 0
     with session(options) as current:

@@ -16,7 +16,8 @@ SHAPE_OF_ROPE = ("partial", "interleaved")
 """Keys in ``rope`` that weights have learned: the channels that are rotated, and their pairing."""
 
 RESOLUTION = ("height", "width")
-"""Keys in ``image`` that may change: learned positions are interpolated (``longctx/model/position_grid.py``)."""
+"""Keys in ``image`` that may change: learned positions of patches are interpolated
+(``longctx/model/position_grid.py``)."""
 
 CLASS_HEAD = ("classes", "class_pool", "class_bias", "token_head")
 """Keys that may change for another task: a new class head, with or without the token head."""
@@ -117,9 +118,10 @@ def started_model(start_from: str, *, mtp: bool = False) -> ModelConfig:
     try:
         if is_hf_model_folder(folder):
             # Deferred because it is slow and seldom needed.
+            from longctx.conversion.image_processor import model_of_folder
             from longctx.conversion.weights.json_files import read_checkpoint_json
 
-            return ModelConfig.from_hf(read_checkpoint_json(folder / "config.json"), mtp=mtp)
+            return model_of_folder(folder, read_checkpoint_json(folder / "config.json"), mtp=mtp)
         return _own_model(folder)
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"run.start_from={start_from!r}: {error}") from error
@@ -188,7 +190,8 @@ def fixed_differences(saved: ModelConfig, current: ModelConfig) -> dict[str, tup
     if "image" in fixed:
         del fixed["image"]
         for name, values in _changed_fields(saved.image, current.image).items():
-            if name not in RESOLUTION:
+            # Colours of a palette have no channels, so the weights fix only the patches'.
+            if name not in RESOLUTION and (current.image.patch or name != "channels"):
                 fixed[f"image.{name}"] = values
     # A table of learned positions is a weight with one row per position; for patches it is interpolated.
     if current.position == "learned" and not current.image.patch and saved.max_positions != current.max_positions:

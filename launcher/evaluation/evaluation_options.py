@@ -30,6 +30,12 @@ OF_ENCODERS = {
     "pairs": "pair head accuracy, compared with a word overlap baseline; needs model.pair_head",
 }
 """Tasks for models that have an encoder or are one; each runs alone, except masked and pairs together."""
+OF_IMAGES = {
+    "classes": "accuracy, loss and confusions of a class head on a folder of images; needs model.classes",
+    "pixels": "bits per pixel of Image GPT, compared with single colours' frequencies; needs colours of a palette",
+    "probe": "accuracy of a linear classifier on each layer's features; needs --fit-data",
+}
+"""Tasks for models of images; each runs alone."""
 _NEEDS_FILE = {"ruler_qa_1": "squad", "ruler_qa_2": "hotpotqa"}
 """RULER tasks that need a file from the user."""
 
@@ -138,7 +144,7 @@ def lines_of_tasks() -> list[str]:
     width = max(len(name) for name in TASKS | GROUPS)
     lines = list(task_lines())
     lines += [f"{name:{width}}  {description}" for name, description in TEXT_METRICS.items()]
-    lines += [f"{name:{width}}  {description}" for name, description in OF_ENCODERS.items()]
+    lines += [f"{name:{width}}  {description}" for name, description in (OF_ENCODERS | OF_IMAGES).items()]
     lines += [f"{name:{width}}  all of: {', '.join(members)}" for name, members in GROUPS.items()]
     return lines
 

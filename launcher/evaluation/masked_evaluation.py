@@ -142,6 +142,11 @@ class MaskedScores:
 def _open(options: MaskedOptions) -> ModelSource:
     """Open an encoder; raise ConfigError if it is not one, or lacks a required pair head."""
     model_source = open_model(options.checkpoint, None)
+    if model_source.model.image.is_used:
+        raise ConfigError(
+            f"--tasks {','.join(options.tasks)} need a model of texts, and {options.checkpoint} reads images "
+            "(model.image).\nUse --tasks classes, pixels or probe."
+        )
     if model_source.model.causal or model_source.model.encoder_layers:
         raise ConfigError(
             f"--tasks {','.join(options.tasks)} need a bidirectional model (model.causal=false), and "

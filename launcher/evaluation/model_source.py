@@ -89,6 +89,11 @@ def check_reads_text(model_source: ModelSource, request: str) -> None:
     request.
     """
     model = model_source.model
+    if model.image.is_used:
+        raise ConfigError(
+            f"{request} needs a model of texts, and {model_source.folder} reads images (model.image).\nUse `longctx "
+            "evaluate --tasks classes`, pixels or probe to score it on a folder of images."
+        )
     if model.encoder_layers:
         raise ConfigError(
             f"{request} needs a model without an encoder, and {model_source.folder} has one "

@@ -47,7 +47,7 @@ class GenerationCommandOptions(Computation):
         if self.prompts.is_missing and not self.prompts.chat:
             raise ConfigError(
                 "no prompt is given. Give --prompt TEXT, --prompt-file F or --prompts-file F; --chat without these "
-                "options reads one turn per line from standard input."
+                "options reads one turn per line from standard input. A model of images needs --image FILE.png."
             )
         if self.talks and self.max_new_tokens == 0:
             raise ConfigError("--max-new-tokens 0: a chat needs replies. Give --max-new-tokens 256.")
@@ -61,7 +61,7 @@ class GenerationCommandOptions(Computation):
             raise ConfigError(f"--max-sequences {self.max_sequences} must be at least 1.")
         # Check the path now: hours of generation must not fail at the first write.
         if self.output is not None:
-            _check_new_file(self.output)
+            check_new_file(self.output)
 
     @property
     def has_many(self) -> bool:
@@ -74,7 +74,7 @@ class GenerationCommandOptions(Computation):
         return self.prompts.is_missing
 
 
-def _check_new_file(path: Path) -> None:
+def check_new_file(path: Path) -> None:
     """Raise ConfigError unless a new file can be created there."""
     if path.exists():
         raise ConfigError(f"--output {path} already exists. Name another file, or remove it.")

@@ -17,7 +17,7 @@ import torch
 from launcher.checkpoint.tokenizer_checks import padded_vocab_decode
 from launcher.evaluation.harness.request_batches import assign_by_cost
 from launcher.evaluation.inference_model import build_decoder, fitting_together
-from launcher.evaluation.model_source import ModelSource, open_model
+from launcher.evaluation.model_source import ModelSource, open_model, open_reader
 from launcher.evaluation.rank_setup import build_mesh, joined_ranks
 from launcher.generation.chat_prompt_ids import encode_chat_prompts
 from launcher.generation.generation_options import GenerationCommandOptions, PromptLine, check_space, encode_prompts
@@ -25,6 +25,7 @@ from longctx.errors import ConfigError, LongCtxError
 from longctx.generation.beams import Beams
 from longctx.generation.continuation import GenerationOptions
 from longctx.generation.continuous_batching import MAX_SEQUENCES, generate_batch
+from longctx.generation.load_decoder import find_model
 from longctx.generation.loop import stream
 from longctx.generation.stop_strings import StopStrings
 from longctx.model.decoder import Decoder
@@ -167,7 +168,7 @@ def session(options: GenerationCommandOptions) -> Iterator[GenerationSession]:
 
 
 def _create_session(options: GenerationCommandOptions, device: torch.device) -> GenerationSession:
-    model_source = on_every_rank(lambda: open_model(options.checkpoint, options.tokenizer))
+    model_source = on_every_rank(lambda: _open(options))
     mesh = build_mesh(model_source.model, context=options.context, expert=options.expert)
     # A single prompt occupies one context group only.
     if not options.has_many and mesh.data > 1:
@@ -179,6 +180,18 @@ def _create_session(options: GenerationCommandOptions, device: torch.device) -> 
     prompts: list[PromptLine] = []
     prompt_ids, turn_ends = on_rank_0(lambda: _read_and_check(options, model_source, prompts))
     return GenerationSession(options, model_source, mesh, device, prompts, prompt_ids, turn_ends)
+
+
+def _open(options: GenerationCommandOptions) -> ModelSource:
+    """Open a model of texts; raise ConfigError if it reads images."""
+    folder = find_model(options.checkpoint)
+    image = open_reader(folder)[1].image
+    if image.is_used:
+        hint = "Leave out the prompt, and give a picture to continue: --image FILE.png --output NEW.png"
+        if image.patch:
+            hint = "It reads patches and generates nothing. Evaluate it: longctx evaluate --tasks classes, or probe"
+        raise ConfigError(f"{folder} is a model of images (model.image), which reads no prompt.\n{hint}.")
+    return open_model(folder, options.tokenizer)
 
 
 def _read_and_check(

@@ -18,6 +18,7 @@ from data_pipeline.shards.reader import ShardSet, check_outputs, open_for_model
 from data_pipeline.stores.urls import below, locate
 from launcher.checkpoint.tokenizer_checks import (
     check_checkpoint_tokenizer,
+    check_palette,
     check_validation_tokenizer,
     tokenizer_files_from_data,
 )
@@ -56,7 +57,7 @@ def open_data(
         folders += validation.folders
     fetch_data(folders)
     check_data(folders, config.data.verify)
-    files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
+    files = on_every_rank(lambda: _tokenizer_files(origin, loader, validation, mesh))
     if origin.order is not None:
         order = origin.order
         on_every_rank(lambda: loader.load_state_dict(order))
@@ -131,7 +132,7 @@ def _check_classes(data: str, model: ModelConfig, folders: Sequence[ShardSet]) -
 
 def _check_outputs(config: ResolvedConfig, model: ModelConfig, folders: Sequence[ShardSet]) -> None:
     """Raise DataError or ConfigError if a token that the model has no output for may become a target."""
-    if not model.output_vocab_size:
+    if not model.output_vocab_size or not model.predicts_tokens:
         return
     for shards in folders:
         check_outputs(shards, model.head_rows)
@@ -168,27 +169,32 @@ def _validation_data(data: DataSection) -> tuple[str | Path | None, bool]:
 
 
 def _tokenizer_files(
-    origin: Path | None, loader: Loader, validation: ValidationLoader | None, mesh: Mesh
+    origin: RunOrigin, loader: Loader, validation: ValidationLoader | None, mesh: Mesh
 ) -> dict[str, bytes]:
     """Return the tokenizer's files for the run's checkpoints, read by rank 0 only.
 
     If the run continues from a checkpoint, they are its files and licences, otherwise the data's. Conversations add the
-    data's chat template, which the model learns. Raise DataError unless checkpoint and data have the same tokenizer;
-    log it if there is none to compare with.
+    data's chat template, which the model learns. A run that starts with other images or classes than the checkpoint's
+    has the data's format. Raise DataError unless checkpoint and data have the same tokenizer, or for images the same
+    palette; log it if there is none to compare with.
     """
     if mesh.rank != 0:
         return {}
     if validation is not None:
         check_validation_tokenizer(loader.shards, validation.shards)
-    if origin is None:
+    folder = origin.folder
+    if folder is None:
         return _with_chat_template(loader.shards.tokenizer().files, loader.folders)
-    if has_tokenizer(origin):
-        check_checkpoint_tokenizer(origin, loader.shards)
-        files = load_tokenizer(origin).files
+    if not has_tokenizer(folder):
+        files = tokenizer_files_from_data(folder, loader.shards.tokenizer())
+    elif loader.shards.is_images and origin.kind == "started":
+        check_palette(folder, loader.shards)
+        files = loader.shards.tokenizer().files
     else:
-        files = tokenizer_files_from_data(origin, loader.shards.tokenizer())
+        check_checkpoint_tokenizer(folder, loader.shards)
+        files = load_tokenizer(folder).files
     # Licences go with the weights; a model card would describe the model before training.
-    return _with_chat_template(files, loader.folders) | read_notices(origin)
+    return _with_chat_template(files, loader.folders) | read_notices(folder)
 
 
 def _with_chat_template(files: dict[str, bytes], folders: Sequence[ShardSet]) -> dict[str, bytes]:

@@ -21,6 +21,7 @@ def _stages(config: Any) -> tuple[Any, ...]:
     return tuple(_stage(config, number) for number in range(len(config.image.depths)))
 
 
+@lru_cache(maxsize=64)
 def _stage(config: F, number: int) -> F:
     # A stage's tokens are patches of the image with twice the side, merged from four.
     factor, depth = 2**number, config.image.depths[number]

@@ -31,7 +31,7 @@ def save_master_weights(
     *,
     dtype: torch.dtype,
     training: dict[str, Any],
-    auxiliary_files: Mapping[str, Path] | None = None,
+    auxiliary_files: Mapping[str, Path | bytes] | None = None,
     passthrough: PassthroughPart | None = None,
     shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
@@ -40,8 +40,8 @@ def save_master_weights(
 
     ``tensors`` come in any order, each exactly once; memory holds one. ``dtype`` is the checkpoint's default export
     dtype, ``training`` the manifest entry with that name, written after the last tensor. ``auxiliary_files`` maps new
-    names to files to copy, including the tokenizer. ``passthrough`` come from the same model as the decoder. Every
-    tensor is read back. Raise CheckpointError if the tensors do not match the config.
+    names to files to copy, including the tokenizer, or to their content. ``passthrough`` come from the same model as
+    the decoder. Every tensor is read back. Raise CheckpointError if the tensors do not match the config.
     """
     shapes = parameter_shapes(config)
     # Renamed into place at the end, so that readers never see a partial checkpoint.
@@ -55,8 +55,11 @@ def save_master_weights(
         file_of = writer.finish()
         if passthrough is not None:
             passthrough.write(staging, shard_bytes)
-        for name, path in (auxiliary_files or {}).items():
-            shutil.copyfile(path, staging / name)
+        for name, file in (auxiliary_files or {}).items():
+            if isinstance(file, bytes):
+                (staging / name).write_bytes(file)
+            else:
+                shutil.copyfile(file, staging / name)
         files = sorted(staging.iterdir())
         manifest = {
             "format": FORMAT,

@@ -62,7 +62,7 @@ def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles:
     # A Git LFS pointer has a state file's name but not its bytes.
     for path in [source / CONFIG, source / LATEST, *source.rglob("*_states.pt")]:
         check_is_fetched(path)
-    auxiliary = find_auxiliary_files(source)
+    auxiliary = find_auxiliary_files(source, include_processors=True)
     states = [path.name for path in source.iterdir() if path.is_dir() or path.suffix in (".pt", ".py")]
     log_skipped_files(source, states + [CONFIG, LATEST] + [hf_path(name) for name in auxiliary])
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,13 @@ from longctx.checkpoint_format import check_model_size, is_buffer
 from longctx.checkpoint_manifest import check_token_ids, reject_other_formats, where_to_get
 from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name
+from longctx.conversion.image_processor import (
+    PROCESSOR,
+    image_format_of_folder,
+    label_names,
+    model_of_folder,
+    processor_json,
+)
 from longctx.conversion.passthrough import PassthroughPart, passthrough_from_folder
 from longctx.conversion.tensor_layouts import (
     EMBEDDINGS,
@@ -44,9 +51,11 @@ from longctx.families import FAMILIES, config_to_hf, dropped_training_fields, ig
 from longctx.families.quantization import quantization_of
 from longctx.families.spec import START_KEY, TARGET_ID_KEYS
 from longctx.files import staged_folder
+from longctx.images.image_format import ImageFormat
 from longctx.storage.safetensors import SafetensorsShardWriter
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.hard_texts import HARD_TEXTS
+from longctx.tokenizer.image_tokenizer import ImageTokenizer
 
 Progress = Callable[[int, int], None]
 """Callback with the number of parameters done, and the total."""
@@ -72,7 +81,8 @@ class HfReader:
         if not (self.folder / "config.json").exists():
             reject_other_formats(self.folder)
         hf_config = read_checkpoint_json(self.folder / "config.json")
-        self.config = ModelConfig.from_hf(hf_config, mtp=mtp)
+        self.config = model_of_folder(self.folder, hf_config, mtp=mtp)
+        self._hf_config = hf_config
         text = unwrap_config(hf_config)
         _check_has_mtp(self.folder, self.config, requested=mtp)
         self.model_type: str = text["model_type"]
@@ -115,7 +125,14 @@ class HfReader:
 
     def files(self) -> set[str]:
         """Return the folder's files that the model is read from."""
-        return self._disk.files() | {"config.json"}
+        files = self._disk.files() | {"config.json"}
+        if FAMILIES[self.model_type].image_processor:
+            files.add(PROCESSOR)
+        return files
+
+    def image_format(self) -> ImageFormat | None:
+        """Return the format of the model's images, with classes and palette; None for texts and without a palette."""
+        return image_format_of_folder(self.folder, self._hf_config, self.config)
 
     def names(self) -> list[str]:
         """Return the decoder's parameter names, in model order."""
@@ -250,14 +267,25 @@ def save_hf(
     ``tensors`` are the decoder's parameters under their own names, in any order, each exactly once; from an iterator,
     memory holds one at a time. ``dtype`` casts them (default: no cast). ``tokenizer`` is written by
     ``export_tokenizer`` and compared with the result in transformers; it also provides the special token ids, which
-    otherwise come from ``token_ids``. ``model_type`` selects one family if several have the model's shape.
-    ``passthrough`` holds the imported model's other parts, written with it. The folder appears complete or not at all.
+    otherwise come from ``token_ids``. An ``ImageTokenizer`` becomes class names and an image processor. ``model_type``
+    selects one family if several have the model's shape. ``passthrough`` holds the imported model's other parts,
+    written with it. The folder appears complete or not at all.
     """
     folder = Path(folder)
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer)
+    image_format: ImageFormat | None = None
+    if isinstance(tokenizer, ImageTokenizer):
+        image_format, tokenizer = tokenizer.format, None
     own_tokenizer = tokenizer is not None and not is_qwen(tokenizer)
     hf_config = config_to_hf(config, model_type=model_type, own_tokenizer=own_tokenizer)
+    _check_kind(config, tokenizer)
+    processor = processor_json(config, hf_config["model_type"], image_format)
+    if image_format is not None and processor is None:
+        log.warning(
+            "a %s folder has no image processor: shape, palette and class names are left out.", hf_config["model_type"]
+        )
+    hf_config |= label_names(config, image_format)
     dropped_fields = dropped_training_fields(config, hf_config)
     if dropped_fields:
         log.warning(
@@ -292,16 +320,29 @@ def save_hf(
         ids = _loadable_ids(ids, config.vocab_size) | {key: hf_config[key] for key in ids if key in hf_config}
         name = dtype_name(reduce(torch.promote_types, dtypes))
         # transformers 5 reads dtype, 4 reads torch_dtype; a null id suppresses a class default (llama's 1 and 2).
-        hf_config |= ids | {"dtype": name, "torch_dtype": name, "use_cache": True}
+        hf_config |= ids | {"dtype": name, "torch_dtype": name}
+        if config.vocab_size:
+            hf_config["use_cache"] = True
         if passthrough is not None:
             hf_config = passthrough.full_config(hf_config)
         write_json(staging / "config.json", hf_config)
         # A tokenizer that came with a model may have brought this file.
-        if not (staging / "generation_config.json").exists():
+        if config.predicts_tokens and not (staging / "generation_config.json").exists():
             write_json(staging / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+        if processor is not None:
+            write_json(staging / PROCESSOR, processor)
         if tokenizer is not None:
             check_tokenizer(tokenizer, staging, HARD_TEXTS)
     return folder
+
+
+def _check_kind(config: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    """Raise ConfigError for a text tokenizer with a model of patches."""
+    if tokenizer is not None and not config.vocab_size:
+        raise ConfigError(
+            f"tokenizer={tokenizer.path} encodes texts, but this model reads patches of images. Leave it out, or give "
+            "an image.json."
+        )
 
 
 def _check_padding(tokenizer: Tokenizer, hf_config: Mapping[str, Any]) -> None:
@@ -332,7 +373,9 @@ def _loadable_ids(ids: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 def _token_id_keys(config: ModelConfig) -> tuple[str, ...]:
-    """Return the config.json keys for a model's token ids."""
+    """Return the config.json keys for a model's token ids; a model of patches has none."""
+    if not config.vocab_size:
+        return ()
     if config.encoder_layers:
         return TOKEN_ID_KEYS + TARGET_ID_KEYS
     return TOKEN_ID_KEYS

@@ -43,10 +43,11 @@ from longctx.conversion.verify_conversion import (
 )
 from longctx.conversion.weights.weights_folder import has_standard_names
 from longctx.errors import CheckpointError, ConfigError
-from longctx.families import ALIASES, FAMILIES, family_of
+from longctx.families import ALIASES, family_of
 from longctx.files import staged_folder
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.chat_templates import hf_path
+from longctx.tokenizer.image_tokenizer import IMAGE_FILE
 from longctx.tokenizer.load_tokenizer import GENERATION_CONFIG, JSON_FILE, MODEL_FILE, has_tokenizer
 
 Progress = Callable[[str, int, int], None]
@@ -202,7 +203,7 @@ def import_hf(
     reader = HfReader(folder, mtp=mtp)
     log_ignored_keys(reader.folder, reader.ignored_keys)
     passthrough = _select_passthrough(reader, text_only=text_only)
-    auxiliary = find_auxiliary_files(reader.folder, include_processors=_reads_images(reader, passthrough))
+    auxiliary = find_auxiliary_files(reader.folder, include_processors=passthrough is not None)
     log_skipped_files(reader.folder, reader.files().union(map(hf_path, auxiliary)))
     source_dtype = reader.dtype
     # Before anything is written: a conversion that cannot be verified as requested fails here.
@@ -235,7 +236,7 @@ def import_hf(
             staging,
             dtype=dtype or source_dtype,
             training={"imported": origin},
-            auxiliary_files=auxiliary,
+            auxiliary_files=auxiliary | _image_files(reader),
             passthrough=_recorded_part(passthrough, prints, verify),
             shard_bytes=shard_bytes,
             progress=_written_callback(progress),
@@ -262,9 +263,12 @@ def import_hf(
     )  # fmt: skip
 
 
-def _reads_images(reader: HfReader, passthrough: PassthroughPart | None) -> bool:
-    """Return True if the model, or a part that is carried along, has its input from an image processor."""
-    return passthrough is not None or FAMILIES[reader.model_type].reads_images
+def _image_files(reader: HfReader) -> dict[str, bytes]:
+    """Return the file that takes a tokenizer's place for a model of images; empty for texts."""
+    image_format = reader.image_format()
+    if image_format is None:
+        return {}
+    return {IMAGE_FILE: image_format.content()}
 
 
 def _select_passthrough(reader: HfReader, *, text_only: bool) -> PassthroughPart | None:

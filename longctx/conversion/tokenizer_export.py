@@ -17,15 +17,18 @@ from longctx.families.spec import START_KEY
 from longctx.files import write_atomically
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.chat_templates import TEMPLATE_FILE, has_templates, hf_path
+from longctx.tokenizer.image_tokenizer import IMAGE_FILE, ImageTokenizer
 from longctx.tokenizer.load_tokenizer import COPIED_FILES, GENERATION_CONFIG, MODEL_FILE, has_tokenizer
 from longctx.tokenizer.special import TOKENIZER_CONFIG, read_tokenizer_json
 from longctx.tokenizer.tokenizer_warnings import frame_warnings, missing_rows_warning
 
 log = logging.getLogger(__name__)
 
-FAST_FILES = tuple(name for name in COPIED_FILES if name not in (MODEL_FILE, GENERATION_CONFIG, TEMPLATE_FILE))
+FAST_FILES = tuple(
+    name for name in COPIED_FILES if name not in (MODEL_FILE, GENERATION_CONFIG, TEMPLATE_FILE, IMAGE_FILE)
+)
 """Files that transformers reads a tokenizer from. Chat templates are excluded: ``data build`` adds one to any
-tokenizer."""
+tokenizer. So is the format of images, which becomes an image processor."""
 
 
 def export_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, *, max_positions: int) -> dict[str, Any]:
@@ -61,6 +64,9 @@ def log_tokenizer_warnings(tokenizer: Tokenizer | Path, rows: int) -> None:
         except DataError as error:
             log.warning("The tokenizer's files are copied without being read. %s", error)
             return
+    # An image is not begun or ended by an id, and patches have none.
+    if isinstance(tokenizer, ImageTokenizer):
+        return
     for warning in frame_warnings(tokenizer):
         log.warning("%s: %s", tokenizer.path, warning)
     vocab_warning = missing_rows_warning(tokenizer, rows)

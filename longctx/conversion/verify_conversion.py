@@ -6,11 +6,10 @@ Axes: T tokens, S source tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -21,12 +20,17 @@ from longctx.architecture.size import widest_ffn
 from longctx.batch import PackedDocuments, Stream
 from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name
+from longctx.conversion.reference_model import load_reference, quiet_transformers, switch_attention
 from longctx.conversion.tensor_mismatches import format_names
+from longctx.conversion.verify_images import RandomImages, our_image_outputs, reference_image_outputs
 from longctx.conversion.weights.json_files import read_checkpoint_json
 from longctx.errors import CheckpointError, ConfigError
 from longctx.families import auto_class
 from longctx.kernels.memory import available_bytes
 from longctx.tensor_bytes import content_of
+
+if TYPE_CHECKING:
+    from longctx.model.decoder import Decoder
 
 NUM_TOKENS = 256
 """Input tokens for the logit comparison."""
@@ -110,7 +114,10 @@ def _describe_mismatch(expected: Fingerprint | None, actual: Fingerprint) -> str
 class LogitsCheck:
     """Distance between our logits and transformers', with its bounds."""
 
-    num_tokens: int
+    inputs: str
+    """Number and kind of the inputs."""
+    outputs: str = "logits"
+    """Outputs that were compared; a model without a head has hidden states."""
     dtype: torch.dtype
     """Dtype in which both were computed."""
     max_error: float
@@ -129,9 +136,9 @@ class LogitsCheck:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_tokens} tokens in {dtype_name(self.dtype)}: "
-            f"logits at most {self.max_error:.1e} apart (allowed {self.error_bound:.1e}), "
-            f"KL at most {self.max_kl:.1e} nats a token (allowed {self.kl_bound:.1e}); "
+            f"{self.inputs} in {dtype_name(self.dtype)}: "
+            f"{self.outputs} at most {self.max_error:.1e} apart (allowed {self.error_bound:.1e}), "
+            f"KL at most {self.max_kl:.1e} nats each (allowed {self.kl_bound:.1e}); "
             f"transformers' {self.variants} are {self.variant_error:.1e} apart"
         )
 
@@ -171,6 +178,32 @@ def compare_logits(
     compute = dtype
     if logits_skip_reason(config, num_parameters, torch.float32) is None:
         compute = torch.float32
+    loaded_by = auto_class(read_checkpoint_json(folder / "config.json"))
+    if config.image.patch or config.classes:
+        check = _compare_images(config, parameters(), folder, compute, loaded_by)
+    else:
+        check = _compare_tokens(config, parameters(), folder, compute, loaded_by)
+    if not check.passed:
+        raise CheckpointError(f"the decoder and transformers disagree.\n{check}.")
+    return check
+
+
+def _compare_images(
+    config: ModelConfig, parameters: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, loaded_by: str
+) -> LogitsCheck:
+    """Compare outputs for random images."""
+    images = RandomImages.of(config, NUM_TOKENS)
+    pair = reference_image_outputs(folder, images, dtype, auto_class=loaded_by)
+    # Second, so that only one model is in memory at a time.
+    ours = our_image_outputs(_filled_decoder(config, parameters, dtype), images)
+    outputs = "logits" if config.classes else "hidden states"
+    return check_logits(ours, {TWO_ATTENTIONS: pair}, dtype=dtype, inputs=images.describe(), outputs=outputs)
+
+
+def _compare_tokens(
+    config: ModelConfig, parameters: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, loaded_by: str
+) -> LogitsCheck:
+    """Compare next-token logits for random tokens."""
     num_tokens = min(NUM_TOKENS, config.max_positions)
     # RoBERTa's class mistakes the id before its first position for padding.
     first, generator = min(config.position_offset, config.vocab_size - 1), torch.Generator().manual_seed(0)
@@ -179,36 +212,41 @@ def compare_logits(
     if config.encoder_layers:
         source_S = torch.randint(first, config.vocab_size, (num_tokens,), generator=generator)
     is_shift_invariant = config.position == "rope" and config.rope.kind not in _LENGTH_DEPENDENT_KINDS
-    loaded_by = auto_class(read_checkpoint_json(folder / "config.json"))
     has_states = any(mixer.core == "gated_delta" for mixer in mixers_of(config))
     reference_pairs = _transformers_logits(
         folder,
         tokens_T,
         source_S,
-        compute,
+        dtype,
         auto_class=loaded_by,
         is_shift_invariant=is_shift_invariant,
         has_states=has_states,
     )
     # Second, so that only one model is in memory at a time.
-    ours_TV = _our_logits(config, parameters(), tokens_T, source_S, compute)
-    check = check_logits(ours_TV, reference_pairs, dtype=compute)
-    if not check.passed:
-        raise CheckpointError(f"the decoder and transformers disagree.\n{check}.")
-    return check
+    ours_TV = _our_logits(_filled_decoder(config, parameters, dtype), tokens_T, source_S)
+    return check_logits(ours_TV, reference_pairs, dtype=dtype)
 
 
 def check_logits(
-    ours_TV: Tensor, reference_pairs: dict[str, tuple[Tensor, Tensor]], *, dtype: torch.dtype
+    ours_TV: Tensor,
+    reference_pairs: dict[str, tuple[Tensor, Tensor]],
+    *,
+    dtype: torch.dtype,
+    inputs: str = "",
+    outputs: str = "logits",
 ) -> LogitsCheck:
-    """Compare our logits with the reference, the first in each pair; the pairs set the bounds."""
+    """Compare our logits with the reference, the first in each pair; the pairs set the bounds.
+
+    ``inputs`` (default: the number of tokens) and ``outputs`` are for the description.
+    """
     (reference_TV, _), *_ = reference_pairs.values()
     error, kl = logit_distance(reference_TV, ours_TV)
     variant_errors = {ways: logit_distance(*pair) for ways, pair in reference_pairs.items()}
     farthest = max(variant_errors, key=lambda ways: variant_errors[ways][0])
     factors = {ways: VARIANT_FACTOR * (_PASSES_FACTOR if ways == TWO_PASSES else 1) for ways in variant_errors}
     return LogitsCheck(
-        num_tokens=len(ours_TV),
+        inputs=inputs or f"{len(ours_TV)} tokens",
+        outputs=outputs,
         dtype=dtype,
         max_error=error,
         max_kl=kl,
@@ -235,14 +273,8 @@ def logit_distance(p_TV: Tensor, q_TV: Tensor, block: int = 32) -> tuple[float, 
 
 
 @torch.no_grad()
-def _our_logits(
-    config: ModelConfig,
-    parameters: Iterable[tuple[str, Tensor]],
-    tokens_T: Tensor,
-    source_S: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Compute our logits [T, V] in float32, for one document without padding; an encoder reads the source."""
+def _filled_decoder(config: ModelConfig, parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Decoder:
+    """Return the decoder with these parameters, for evaluation."""
     from longctx.model.decoder import Decoder
 
     model = Decoder(config, seed=None).to(dtype).eval()
@@ -253,6 +285,12 @@ def _our_logits(
         own.pop(name).copy_(tensor)
     if own:
         raise CheckpointError(f"parameters are missing: {format_names(own)}.")
+    return model
+
+
+@torch.no_grad()
+def _our_logits(model: Decoder, tokens_T: Tensor, source_S: Tensor | None) -> Tensor:
+    """Compute our logits [T, V] in float32, for one document without padding; an encoder reads the source."""
     positions_BT, source = torch.arange(len(tokens_T))[None], None
     if source_S is not None:
         documents = PackedDocuments((0, len(source_S)))
@@ -283,25 +321,8 @@ def _transformers_logits(
     ``auto_class`` loads the model; ``is_shift_invariant`` means that results do not depend on the first position,
     ``has_states`` that layers pass states on.
     """
-    import transformers
-
-    with _quiet_transformers():
-        try:
-            model = (
-                getattr(transformers, auto_class)
-                .from_pretrained(
-                    str(folder),
-                    dtype=dtype,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    attn_implementation="eager",
-                )
-                .eval()
-            )
-        except Exception as error:
-            # A library with hundreds of models may raise any exception.
-            first_line = next(iter(str(error).splitlines()), type(error).__name__)
-            raise CheckpointError(f"transformers cannot load {folder}: {first_line}") from error
+    with quiet_transformers():
+        model = load_reference(folder, dtype, auto_class=auto_class)
         tokens_BT = tokens_T[None]
         # Odd, so that kernels split the second pass's sums differently.
         cut = len(tokens_T) * 2 // 5 | 1
@@ -311,7 +332,7 @@ def _transformers_logits(
         eager = call()
         eager_TV = eager.logits[0].float()
         # GPT-1 has neither another attention nor a cache: its pair has no difference.
-        if not _switch_attention(model) and _cache_name(eager) is not None:
+        if not switch_attention(model) and _cache_name(eager) is not None:
             return {TWO_PASSES: (eager_TV, _in_two_passes(model, tokens_BT, cut))}
         reference_TV = call().logits[0].float()
         pairs = {TWO_ATTENTIONS: (reference_TV, eager_TV)}
@@ -323,16 +344,6 @@ def _transformers_logits(
             shifted_TV = model(tokens_BT, position_ids=positions_BT).logits[0].float()
             pairs[TWO_POSITIONS] = (reference_TV, shifted_TV)
         return pairs
-
-
-def _switch_attention(model: Any) -> bool:
-    """Switch transformers' model from eager attention to sdpa; return False if it has no other implementation."""
-    try:
-        model.set_attn_implementation("sdpa")
-    except (ValueError, ImportError):
-        return False
-    # Some old classes, such as Image GPT's, keep their own without an error.
-    return model.config._attn_implementation == "sdpa"
 
 
 def _cache_name(output: Any) -> str | None:
@@ -347,23 +358,6 @@ def _in_two_passes(model: Any, tokens_BT: Tensor, cut: int) -> Tensor:
     assert name is not None, f"{type(model).__name__} returns no cache"
     second = model(tokens_BT[:, cut:], **{name: first[name]}, use_cache=True)
     return torch.cat([first.logits, second.logits], dim=1)[0].float()
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Suppress transformers' progress bars and warnings within the ``with`` block."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    had_bar = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if had_bar:
-            logging.enable_progress_bar()
 
 
 def bytes_needed(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -> int:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from longctx.architecture.fields import ModelFields, names_of_role
+from longctx.architecture.image import ImageShape
 from longctx.architecture.model_rules import check_model
 from longctx.errors import ConfigError
 from longctx.families.family_registry import FAMILIES
@@ -69,7 +70,11 @@ def auto_class(config: dict[str, Any]) -> str:
     wrapper = wrapper_of(config)
     if wrapper is not None:
         return wrapper.auto_class
-    return _get_family(unwrap_config(config).get("model_type")).auto_class
+    text = unwrap_config(config)
+    family = _get_family(text.get("model_type"))
+    if family.classifier and text.get("architectures") == [family.classifier]:
+        return "AutoModelForImageClassification"
+    return family.auto_class
 
 
 def _known_keys(family: Family) -> frozenset[str]:
@@ -171,8 +176,10 @@ def canonical_fields(config: ModelFields) -> dict[str, Any]:
         # A rope shared by all layers is stored once, so that a family with a single rope can express it.
         if all(rope == values["rope"][0] for rope in values["rope"]):
             values["rope"] = values["rope"][:1]
-    # Files for the pixels' preparation hold these two, not config.json.
+    # The image processor's file has these two, and the sides of images whose tokens are pixels.
     values["image"] = replace(config.image, mean=(0.5,), std=(0.5,))
+    if not config.image.patch:
+        values["image"] = ImageShape()
     # Selecting from all groups is the same as having no groups.
     if config.groups_per_token == config.expert_groups and config.num_experts:
         values["expert_groups"] = values["groups_per_token"] = 1
@@ -189,6 +196,8 @@ def _unused_fields(config: ModelFields) -> frozenset[str]:
             unused |= {"ffn_size", "ffn_bias"}
         if not config.shared_ffn_size:
             unused.add("shared_gate")
+    if not config.predicts_tokens:
+        unused |= {"output_vocab_size", "tie_embeddings"}
     if config.norm == "layernorm":
         unused.add("norm_offset")
     if config.position != "learned":

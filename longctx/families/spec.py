@@ -155,8 +155,10 @@ class Family:
     """Output matrix name, which a tied model's file may contain in addition to the embeddings."""
     auto_class: str = "AutoModelForCausalLM"
     """transformers class that loads the model: an ``Auto`` class, or the model's own if no such class has it."""
-    reads_images: bool = False
-    """True if an image processor, described by its own file, makes the model's tokens."""
+    classifier: str = ""
+    """Architecture with a class head, which ``AutoModelForImageClassification`` loads; empty if the family has none."""
+    image_processor: str = ""
+    """transformers class that makes the model's input from images, described by its own file; empty for texts."""
     mtp: MtpStorage | None = None
     """Multi-token prediction blocks; those that the decoder does not have are kept for exports."""
     passthrough_tensors: tuple[str, ...] = ()

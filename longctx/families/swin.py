@@ -18,9 +18,10 @@ from longctx.families.config_rules import (
     typed,
     unsupported_dropout,
 )
+from longctx.families.image_classes import classes_of, of_either_class
 from longctx.families.llama import DENSE
-from longctx.families.spec import ConfigRule, Family, HfConfig, StorageLayout, TensorRule
-from longctx.families.vit import ACTIVATIONS, classes_of, square_patch, two_sides
+from longctx.families.spec import ConfigRule, Family, HfConfig, TensorRule
+from longctx.families.vit import ACTIVATIONS, square_patch, two_sides, written_sides
 from longctx.untrusted.strict_json import shown
 
 _MOST_STAGES = 8
@@ -72,9 +73,6 @@ def _stages() -> ConfigRule:
 
     def write(config: ModelFields) -> dict[str, Any]:
         image = config.image
-        size: Any = [image.height, image.width]
-        if image.height == image.width:
-            size = image.height
         stages = range(len(image.depths))
         return {
             "embed_dim": config.hidden_size,
@@ -83,7 +81,7 @@ def _stages() -> ConfigRule:
             "num_layers": len(stages),
             "num_heads": [config.num_heads * 2**stage for stage in stages],
             "mlp_ratio": config.ffn_size / config.hidden_size,
-            "image_size": size,
+            "image_size": written_sides(image),
             "patch_size": image.patch,
             "num_channels": image.channels,
             "window_size": image.window,
@@ -123,13 +121,7 @@ def _tensors() -> tuple[TensorRule, ...]:
         weights[f"{ours}.self_attn.relative_bias.weight"] = table
         weights[f"model.merges.{stage}.reduction.weight"] = f"swin.encoder.layers.{stage}.downsample.reduction.weight"
     weights |= {f"{a}.{part}": f"{b}.{part}" for a, b in pairs.items() for part in ("weight", "bias")}
-    return tuple(_of_either_class(ours, hf_name) for ours, hf_name in weights.items())
-
-
-def _of_either_class(ours: str, hf_name: str) -> TensorRule:
-    """Return the rule for a tensor as a model with a head or without one saves it."""
-    names = (hf_name, hf_name.removeprefix("swin."))
-    return TensorRule(parameters=(ours,), layouts=tuple(StorageLayout(names=(name,)) for name in names))
+    return tuple(rule for ours, name in weights.items() for rule in of_either_class(ours, "swin.", name))
 
 
 SWIN = Family(
@@ -140,13 +132,13 @@ SWIN = Family(
         *UNUSED,
         DENSE,
         constant(causal=False, vocab_size=0, position="none", norm="layernorm", o_bias=True, ffn_bias=True),
-        constant(embedding_norm=True, layers=("image_window", "shifted_window"), class_pool="mean"),
+        constant(embedding_norm=True, layers=("image_window", "shifted_window")),
         _stages(),
         same("layer_norm_eps", "norm_eps", default=1e-5),
         same("initializer_range", "init_std", default=0.02),
         same("qkv_bias", "qkv_bias", default=True),
         translated("hidden_act", "activation", ACTIVATIONS, default="gelu"),
-        classes_of("SwinForImageClassification"),
+        classes_of("SwinForImageClassification", class_pool="mean"),
         only("use_absolute_embeddings", False),
         only("hidden_dropout_prob", 0.0),
         unsupported_dropout("attention_probs_dropout_prob", 0.0),
@@ -157,5 +149,8 @@ SWIN = Family(
     ignored_keys=frozenset({"encoder_stride", "out_features", "out_indices", "stage_names", "path_norm"}),
     ignored_tensors=(r"(swin\.)?encoder\.layers\.\d+\.blocks\.\d+\.attention\.self\.relative_position_index",),
     other_heads=(r"classifier\.(weight|bias)",),
-    auto_class="AutoModelForImageClassification",
+    auto_class="AutoModel",
+    classifier="SwinForImageClassification",
+    # transformers has no other one for it.
+    image_processor="ViTImageProcessor",
 )

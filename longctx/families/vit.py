@@ -14,13 +14,15 @@ from longctx.families.config_rules import (
     divided_head_dim,
     first_of,
     integer,
+    only,
     same,
     translated,
     typed,
     unsupported_dropout,
 )
+from longctx.families.image_classes import classes_of, of_either_class
 from longctx.families.llama import DENSE
-from longctx.families.spec import BLOCK, ConfigRule, Family, HfConfig, StorageLayout, TensorRule
+from longctx.families.spec import BLOCK, ConfigRule, Family, HfConfig, TensorRule
 from longctx.untrusted.strict_json import shown
 
 ACTIVATIONS = {
@@ -43,37 +45,19 @@ def two_sides(hf: HfConfig, key: str, default: int) -> tuple[int, int]:
     return height, width
 
 
+def written_sides(image: ImageShape) -> Any:
+    """Return an image's height and width as a key's value: one number for a square."""
+    if image.height == image.width:
+        return image.height
+    return [image.height, image.width]
+
+
 def square_patch(hf: HfConfig, default: int) -> int:
     """Return the patch side; raise ConfigError for patches that are not square."""
     height, width = two_sides(hf, "patch_size", default)
     if height != width:
         raise ConfigError(f"patch_size={shown(hf['patch_size'])} in config.json is not supported; supported: squares.")
     return height
-
-
-def classes_of(architecture: str) -> ConfigRule:
-    """Return the rule for the class head, which is recognized by the class that saved the folder."""
-
-    def read(hf: HfConfig) -> dict[str, Any]:
-        if hf.get("architectures") != [architecture]:
-            return {"classes": 0}
-        # transformers' default, for a config.json that leaves the names out.
-        names = hf.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})
-        if not isinstance(names, dict) or not names:
-            raise ConfigError(f"id2label={shown(names)} in config.json must be a table with a name per class.")
-        return {"classes": len(names)}
-
-    def write(config: ModelFields) -> dict[str, Any]:
-        if not config.classes:
-            return {}
-        labels = {str(number): f"LABEL_{number}" for number in range(config.classes)}
-        return {
-            "architectures": [architecture],
-            "id2label": labels,
-            "label2id": {label: int(number) for number, label in labels.items()},
-        }
-
-    return ConfigRule(keys=("id2label", "label2id"), read=read, write=write)
 
 
 def _images() -> ConfigRule:
@@ -92,10 +76,7 @@ def _images() -> ConfigRule:
 
     def write(config: ModelFields) -> dict[str, Any]:
         image = config.image
-        size: Any = [image.height, image.width]
-        if image.height == image.width:
-            size = image.height
-        return {"image_size": size, "patch_size": image.patch, "num_channels": image.channels}
+        return {"image_size": written_sides(image), "patch_size": image.patch, "num_channels": image.channels}
 
     return ConfigRule(keys=("image_size", "patch_size", "num_channels"), read=read, write=write)
 
@@ -117,24 +98,15 @@ def _tensors() -> tuple[TensorRule, ...]:
         "class_head.out": "classifier",
     }
     rules = [
-        _of_either_class(f"{ours}.{part}", f"{name}.{part}")
+        rule
         for ours, name in pairs.items()
         for part in ("weight", "bias")
+        for rule in of_either_class(f"{ours}.{part}", "vit.", f"{name}.{part}")
     ]
     # Both have further axes of size 1 on disk.
-    rules.append(_of_either_class("model.embed_patches.class_token", "vit.embeddings.cls_token", axes=2))
-    rules.append(_of_either_class("model.embed_positions.weight", "vit.embeddings.position_embeddings", axes=1))
+    rules += of_either_class("model.embed_patches.class_token", "vit.", "vit.embeddings.cls_token", axes=2)
+    rules += of_either_class("model.embed_positions.weight", "vit.", "vit.embeddings.position_embeddings", axes=1)
     return tuple(rules)
-
-
-def _of_either_class(ours: str, hf_name: str, *, axes: int = 0) -> TensorRule:
-    """Return the rule for a tensor with ``axes`` leading axes of size 1 on disk, as a model with a head or without
-    one saves it.
-    """
-    names = (hf_name, hf_name.removeprefix("vit."))
-    return TensorRule(
-        parameters=(ours,), layouts=tuple(StorageLayout(names=(name,), steps=("one_row",) * axes) for name in names)
-    )
 
 
 VIT = Family(
@@ -145,10 +117,10 @@ VIT = Family(
         *UNUSED,
         DENSE,
         constant(causal=False, vocab_size=0, position="learned", norm="layernorm", o_bias=True, ffn_bias=True),
-        same("hidden_size", "hidden_size", default=768),
-        same("num_hidden_layers", "num_layers", default=12),
-        same("num_attention_heads", "num_heads", default=12),
-        same("intermediate_size", "ffn_size", default=3072),
+        same("hidden_size", "hidden_size"),
+        same("num_hidden_layers", "num_layers"),
+        same("num_attention_heads", "num_heads"),
+        same("intermediate_size", "ffn_size"),
         same("layer_norm_eps", "norm_eps", default=1e-12),
         same("initializer_range", "init_std", default=0.02),
         same("qkv_bias", "qkv_bias", default=True),
@@ -157,6 +129,8 @@ VIT = Family(
         all_heads(),
         _images(),
         classes_of("ViTForImageClassification"),
+        # transformers 5 derives the mask's direction from it.
+        only("is_causal", None, False, written=False),
         unsupported_dropout("attention_probs_dropout_prob", 0.0),
         same("hidden_dropout_prob", "residual_dropout", default=0.0),
     ),
@@ -164,5 +138,7 @@ VIT = Family(
     # The pooler and the masked-image decoder are heads for other tasks.
     ignored_keys=frozenset({"encoder_stride", "pooler_output_size", "pooler_act"}),
     other_heads=(r"(vit\.)?pooler\.dense\.(weight|bias)", r"classifier\.(weight|bias)"),
-    auto_class="AutoModelForImageClassification",
+    auto_class="AutoModel",
+    classifier="ViTForImageClassification",
+    image_processor="ViTImageProcessor",
 )

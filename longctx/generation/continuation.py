@@ -35,6 +35,8 @@ class GenerationOptions:
     strategy: Greedy | Sampling | Beams = field(default_factory=Greedy)
     penalties: Penalties = field(default_factory=Penalties)
     """Applied before the strategy sees the logits."""
+    num_choices: int | None = None
+    """Only ids below this number are chosen; None means all that the head predicts."""
     stop_ids: Collection[int] = ()
     """Token ids that end a continuation, usually EOS; the id itself is included."""
     stop_strings: StopStrings | None = None
@@ -57,7 +59,7 @@ class GenerationOptions:
     @property
     def is_greedy(self) -> bool:
         """True if every token is the plain argmax, so that one argmax serves a batch: greedy without penalties."""
-        return isinstance(self.strategy, Greedy) and self.penalties == Penalties()
+        return isinstance(self.strategy, Greedy) and self.penalties == Penalties() and self.num_choices is None
 
     def check(self, model: Decoder, prompt_ids: Sequence[int], source_ids: Sequence[int] | None = None) -> None:
         """Raise ConfigError if the model cannot continue text, or if the options, prompt or source are invalid.
@@ -65,6 +67,8 @@ class GenerationOptions:
         ``source_ids`` is the encoder's input; None for a model without an encoder.
         """
         check_chunk_tokens(self.chunk_tokens)
+        if self.num_choices is not None and isinstance(self.strategy, Beams):
+            raise ConfigError(f"num_choices={self.num_choices} has no effect on beams. Choose greedily, or sample.")
         if not model.config.causal:
             raise ConfigError(
                 "this model is bidirectional (model.causal=false), so it cannot generate text. Evaluate it "
@@ -114,7 +118,7 @@ class Continuation:
         self._choose = options.strategy.start()
         self._apply_penalties = options.penalties.start(prompt_ids)
         self._is_last = options.stopping_criterion(prompt_ids)
-        self._max_new_tokens = options.max_new_tokens
+        self._num_choices, self._max_new_tokens = options.num_choices, options.max_new_tokens
         self._is_stopped = False
 
     @property
@@ -127,7 +131,7 @@ class Continuation:
 
         Call it once per token, because sampling advances a random generator.
         """
-        return self._choose(self._apply_penalties(logits_V, self.ids))
+        return self._choose(self._apply_penalties(logits_V, self.ids)[: self._num_choices])
 
     def add(self, token: int) -> None:
         """Append the chosen token, and check if it ends the continuation."""

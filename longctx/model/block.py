@@ -60,6 +60,9 @@ class LayerCall:
     """Calls the block's parts on both sides of the core, eager or compiled."""
     cross: CrossCall | None = None
     """Cross attention's arguments, in a decoder that reads a source."""
+    read_F: Tensor | None = None
+    """Tokens whose outputs are read, int64 indices into [B·t], for the last layer; None: all. Neither with ``dropout``
+    nor with experts: both need all tokens."""
 
     def residual_dropout(self) -> ResidualDropout:
         """Return the dropout draws for the layer's residual sums."""
@@ -132,6 +135,9 @@ class Block(nn.Module):
         self, x_BtM: Tensor, table: RotaryTable | None, call: LayerCall, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
         heads_BtHV = self._run_core(x_BtM, table, call, recompute_cache)
+        if call.read_F is not None:
+            # Other tokens served attention only.
+            x_BtM, heads_BtHV = (x.flatten(0, 1).index_select(0, call.read_F)[None] for x in (x_BtM, heads_BtHV))
         return self.finish(x_BtM, heads_BtHV, call.residual_dropout(), call, recompute_cache)
 
     def _run_core(

@@ -6,6 +6,7 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -131,6 +132,7 @@ class Decoder(nn.Module):
         segments: Tensor | None = None,
         pixels: Tensor | None = None,
         mtp_tokens: Sequence[Tensor] = (),
+        read: Tensor | None = None,
     ) -> Any:
         """Compute hidden states [B, t, M]; with ``return_stats`` also ``RouterStats`` for each expert layer.
 
@@ -148,6 +150,8 @@ class Decoder(nn.Module):
         * ``pixels`` [B, t, C·P·P]: each token's patch, for a model of images in patches; token ids are then not read.
         * ``mtp_tokens`` [B, t] each: the following tokens, one token further per MTP block. The result is then a list
           of ``HeadInput`` instead of hidden states.
+        * ``read``: tokens whose hidden states are read, int64 indices into [B·t]; the result is then [1, F, M]. Only
+          without ``stream`` and ``mtp_tokens``, and not in a hierarchical model.
         """
         source = self._resolve_source(cache, source)
         given = StackInput(
@@ -159,6 +163,7 @@ class Decoder(nn.Module):
             placement=placement,
             segments=segments,
             pixels=pixels,
+            read=read,
         )
         if self.config.image.depths:
             core: Any = self.cores["image_windows"]
@@ -277,7 +282,7 @@ class Decoder(nn.Module):
     ) -> tuple[Any, list[RouterStats]]:
         """Run tokens through one stack; return hidden states or their stand-in, and router statistics if requested."""
         config, tokens_Bt, placement, document_ids = stack.config, given.tokens_Bt, given.placement, given.document_ids
-        new_tokens, stream_of_caller = chunk, stream
+        new_tokens, stream_of_caller, dtype = chunk, stream, self.model.dtype
         if cache is not None and chunk is None:
             new_tokens = cache.chunk(tokens_Bt.shape[1])
         if new_tokens is not None:
@@ -287,7 +292,6 @@ class Decoder(nn.Module):
         head_groups = 1 if stream is None else stream.head_groups
         cores = self._pass_cores(config, new_tokens)
         # Collective if ranks must agree on their plans.
-        dtype = self.model.dtype
         documents, plans = plan_layers(
             config,
             cores,
@@ -327,22 +331,24 @@ class Decoder(nn.Module):
             run=self._region_runner(cache),
             cross=cross,
         )
+        # Experts count all tokens, dropout draws for them, and chunks and compiled regions take them as they are.
+        takes_all = random.dropout is not None or config.has_experts(config.num_layers - 1)
+        takes_all = takes_all or stream is not None or self.execution.compiler is not None
         calls = PassCalls(tables, {mixer: call(core=cores[mixer], plan=plan) for mixer, plan in plans.items()})
         # An encoder has no token table and reads the decoder's.
         hidden_BtM = stack(
-            tokens_Bt,
+            replace(given, read=None) if takes_all else given,
             positions_Bt,
             calls,
             dropout=random.dropout,
             stream=stream,
-            segments_Bt=given.segments,
-            pixels_BtN=given.pixels,
-            hidden_BtM=given.hidden,
             embed_tokens=self.model.embed_tokens if stack is self.encoder else None,
         )
         # A stream from the caller stays open: its head applies the last norm chunk by chunk.
         if stream is not None and stream_of_caller is None:
             hidden_BtM = stack.last_norm(stream.leave(hidden_BtM))
+        if given.read is not None and takes_all:
+            hidden_BtM = hidden_BtM.flatten(0, 1).index_select(0, given.read)[None]
         if cache is not None and new_tokens is not None:
             cache.extend(new_tokens)
         head_inputs = stack.build_head_inputs(hidden_BtM, stream_of_caller, mtp_tokens, calls)

@@ -101,6 +101,18 @@ def run_stages(
     return ImageHidden(x_BtM, tokens // order.tokens_per_image)
 
 
+def hidden_in_reading_order(config: ModelConfig, hidden: Tensor | ImageHidden) -> Tensor:
+    """Return a model's hidden states for complete images, image after image in reading order [t, M]."""
+    if not isinstance(hidden, ImageHidden):
+        return hidden.flatten(0, 1)
+    last = stage_configs(config)[-1]
+    windows_tM = hidden.hidden_BtM[0]
+    order = _stage_order(last, len(windows_tM) // last.image.num_tokens)
+    reading_tM = torch.empty_like(windows_tM)
+    reading_tM[torch.from_numpy(order.indices())] = windows_tM
+    return reading_tM
+
+
 def _stage_order(config: ModelConfig, images: int) -> PatchOrder:
     """Return the order in which a stage's tokens are stored: window by window, without a shift."""
     mixer = layer_specs(config)[0].mixer

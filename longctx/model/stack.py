@@ -49,6 +49,8 @@ class StackInput:
     pixels: Tensor | None = None
     hidden: Tensor | None = None
     """Hidden states [B, t, M] to start from instead of embeddings, in a stage after the front."""
+    read: Tensor | None = None
+    """Tokens whose hidden states are read, int64 indices into [B·t]; None: all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,56 +118,66 @@ class Stack(nn.Module):
 
     def forward(
         self,
-        tokens_Bt: Tensor,
+        given: StackInput,
         positions_Bt: Tensor,
         calls: PassCalls,
         *,
         dropout: Dropout | None,
         stream: ResidualStream | None,
-        segments_Bt: Tensor | None = None,
-        pixels_BtN: Tensor | None = None,
-        hidden_BtM: Tensor | None = None,
         embed_tokens: nn.Module | None = None,
     ) -> Tensor:
         """Compute hidden states [B, t, M].
 
-        With ``stream`` return its handle instead, before the final norm. Without ``segments_Bt`` all tokens belong to
-        the first segment. ``pixels_BtN`` replace token ids in a model of patches, and ``hidden_BtM`` everything before
-        the first layer. ``embed_tokens`` is the table's module if the stack owns no table.
+        With ``stream`` return its handle instead, before the final norm. ``positions_Bt`` are resolved
+        (``plans.resolve_positions``). ``embed_tokens`` is the table's module if the stack owns no table. With
+        ``given.read`` the last layer computes only these tokens' outputs, and the result is [1, F, M].
         """
-        # Use the module, not its weight: ZeRO-3 gathers a weight for its owner's forward.
-        table: Any = embed_tokens
-        if table is None and not self.config.image.patch:
-            table = self.embed_tokens
-        if stream is not None and dropout is None and enters_by_rows(self.config):
-            x_BtM = table(tokens_Bt, stream, self._factor(table.weight.dtype, tokens_Bt.device))
-        else:
-            x_BtM = hidden_BtM
-            if x_BtM is None and table is None:
-                x_BtM = self.embed_images(pixels_BtN, positions_Bt, dropout)
-            elif x_BtM is None:
-                x_BtM = self._embed(self._scaled(table(tokens_Bt)), positions_Bt, segments_Bt, dropout)
-            if stream is not None:
-                x_BtM = stream.enter(x_BtM)
-        for layer in range(self.config.num_layers):
+        x_BtM = self._enter(given, positions_Bt, dropout, stream, embed_tokens)
+        last = self.config.num_layers - 1
+        for layer in range(last):
             x_BtM = self.run_layer(layer, x_BtM, calls)
+        x_BtM = self.run_layer(last, x_BtM, calls, given.read)
         if stream is None:
             x_BtM = self.last_norm(x_BtM)
         return x_BtM
+
+    def _enter(
+        self,
+        given: StackInput,
+        positions_Bt: Tensor,
+        dropout: Dropout | None,
+        stream: ResidualStream | None,
+        embed_tokens: nn.Module | None,
+    ) -> Tensor:
+        """Return the first layer's input: hidden states, or the handle of the stream that now holds them."""
+        if given.hidden is not None:
+            x_BtM = given.hidden
+        elif self.config.image.patch:
+            x_BtM = self.embed_images(given.pixels, positions_Bt, dropout)
+        else:
+            # Use the module, not its weight: ZeRO-3 gathers a weight for its owner's forward.
+            table: Any = embed_tokens or self.embed_tokens
+            if stream is not None and dropout is None and enters_by_rows(self.config):
+                return table(given.tokens_Bt, stream, self._factor(table.weight.dtype, given.tokens_Bt.device))
+            x_BtM = self._embed(self._scaled(table(given.tokens_Bt)), positions_Bt, given.segments, dropout)
+        if stream is None:
+            return x_BtM
+        return stream.enter(x_BtM)
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
         return next(self.parameters()).dtype
 
-    def run_layer(self, layer: int, x_BtM: Tensor, calls: PassCalls) -> Tensor:
-        """Run one layer, or an MTP block after the last; return its output."""
+    def run_layer(self, layer: int, x_BtM: Tensor, calls: PassCalls, read_F: Tensor | None = None) -> Tensor:
+        """Run one layer, or an MTP block after the last; return its output, with ``read_F`` only of these tokens."""
         spec = self._specs[layer]
         if layer < self.config.num_layers:
             block = self.layers[layer % len(self.layers)]
         else:
             block = self.mtp[layer - self.config.num_layers].block
-        call, table = replace(calls.of_mixer[spec.mixer], layer=layer), calls.tables[self._rope_of_layer[layer]]
+        call = replace(calls.of_mixer[spec.mixer], layer=layer, read_F=read_F)
+        table = calls.tables[self._rope_of_layer[layer]]
         x_BtM, *of_router = block(x_BtM, table, call=call)
         if spec.ffn == "experts":
             calls.stats.append(tuple(of_router))
@@ -285,6 +297,6 @@ def enters_by_rows(config: ModelConfig) -> bool:
 
     The caller excludes dropout, which would change the rows.
     """
-    changes = config.segments or config.embedding_norm or config.embedding_size or config.image.patch
+    changes = config.segments or config.embedding_norm or config.embedding_size
     is_added = config.position in ("learned", "sinusoidal", "sinusoidal_halves")
     return not changes and not is_added and is_summed_by_rows(config.vocab_size * config.hidden_size)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longctx.batch import Batch, Stream, with_targets
 from longctx.errors import ConfigError
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.decoder import Decoder
 from longctx.objectives.document_labels import LabelledDocuments, ReduceSums, label_logits, label_sums
@@ -59,6 +60,12 @@ class Classes(RoutedTask):
         sums = label_sums(logits_FC, documents, label_smoothing=self.label_smoothing)
         return {"objective": sums.objective, "nll": sums.nll, "right_classes": sums.right}
 
+    def read_tokens(self, batch: Batch) -> Tensor | None:
+        """Return the labelled documents' first tokens, unless the head reads means."""
+        if self.reduce_sums is not None:
+            return None
+        return LabelledDocuments.of(batch).indices_F
+
     def token_nll(self, batch: Batch) -> Tensor:
         """Return each document's negative log-likelihood at its first token [B, t], without gradient; 0 elsewhere."""
         return self.score(batch).nll_Bt
@@ -66,7 +73,8 @@ class Classes(RoutedTask):
     @torch.no_grad()
     def score(self, batch: Batch) -> TokenScores:
         documents = LabelledDocuments.of(batch)
-        logits_FC = self._logits(hidden_states(self.network, batch), batch, documents)
+        hidden_BtM = hidden_states(self.network, batch, read=self.read_tokens(batch))
+        logits_FC = self._logits(hidden_BtM, batch, documents)
         # Scores stand at the first tokens, so that validation counts documents as it counts tokens.
         nll_F = torch.nn.functional.cross_entropy(logits_FC, documents.labels_F, reduction="none")
         right_F = logits_FC.argmax(1) == documents.labels_F
@@ -80,4 +88,7 @@ class Classes(RoutedTask):
         self, hidden_BtM: Tensor, batch: Batch, documents: LabelledDocuments, stream: ResidualStream | None = None
     ) -> Tensor:
         network = self.network
+        if self.reduce_sums is None and stream is None:
+            logits_FC = network.class_head(hidden_BtM[0])
+            return logits_FC.to(accumulate_dtype(logits_FC.dtype))
         return label_logits(network, network.class_head, hidden_BtM, batch, documents, self.reduce_sums, stream=stream)

@@ -20,7 +20,7 @@ from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.decoder import Decoder
-from longctx.model.document_head import DocumentHead, document_pool
+from longctx.model.document_head import DocumentHead, Pool, document_pool
 from longctx.model.image_stages import ImageHidden
 from longctx.model.token_pool import TokenPool
 
@@ -61,8 +61,9 @@ def label_logits(
 
     Every rank runs the head, also without documents: ZeRO-3 gathers its weights on all ranks.
     """
+    of_documents: Pool | None = None
     if reduce_sums is None:
-        pool, of_documents = _first_tokens(batch, documents), None
+        pool = _first_tokens(batch, documents)
     else:
         if isinstance(hidden, ImageHidden):
             pool, stream, hidden = _image_means(network.config, batch, hidden), None, hidden.hidden_BtM
@@ -72,8 +73,10 @@ def label_logits(
             pool = _document_means(batch)
         document_F = batch.document_ids.flatten()[documents.indices_F]
 
-        def of_documents(sums_SM: Tensor) -> Tensor:
+        def complete_sums(sums_SM: Tensor) -> Tensor:
             return reduce_sums(sums_SM, batch)[document_F]
+
+        of_documents = complete_sums
 
     # The pool runs inside the head: by chunks it needs the last norm, which the head's hooks gather.
     logits_FC = head(hidden, document_pool(pool, of_documents, stream=stream, norm=network.model.norm))

@@ -63,6 +63,7 @@ class RoutedTask(Task):
             return_stats=True,
             stream=stream,
             mtp_tokens=[tokens_Bt for tokens_Bt, _ in mtp_batches],
+            read=self.read_tokens(batch) if stream is None else None,
         )
         # Heads come after the network, inside this module's forward: ZeRO-3 gathers their weights only here.
         sums = self.sums_of(found, batch, stream, mtp_batches)
@@ -87,6 +88,10 @@ class RoutedTask(Task):
         head.
         """
         raise NotImplementedError
+
+    def read_tokens(self, batch: Batch) -> Tensor | None:
+        """Return the tokens whose hidden states ``sums_of`` reads, int64 indices into [B·t]; None: all."""
+        return None
 
     def mtp_batches(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         """Return the input tokens and targets for each multi-token prediction block; empty without any."""
@@ -119,6 +124,7 @@ def hidden_states(
     return_stats: bool = False,
     stream: ResidualStream | None = None,
     mtp_tokens: Sequence[Tensor] = (),
+    read: Tensor | None = None,
 ) -> Any:
     """Run ``Decoder.forward`` on a batch with all its per-token data, after encoding its source."""
     source = None
@@ -133,5 +139,6 @@ def hidden_states(
         stream=stream,
         source=source,
         mtp_tokens=mtp_tokens,
+        read=read,
         **stream_arguments(batch),
     )

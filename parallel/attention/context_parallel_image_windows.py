@@ -54,8 +54,8 @@ class ContextParallelImageWindows(CoreOverRanks, ImageWindowCore):
             if back is not None:
                 self.relayouts[key] = back.inverse
             else:
-                places = (self._placement(order, placement) for order in (source, target))
-                self.relayouts[key] = Relayout.build(*places, self.mesh)
+                before, after = (self._placement(order, placement) for order in (source, target))
+                self.relayouts[key] = Relayout.build(before, after, self.mesh)
         return self.relayouts[key]
 
     def _placement(self, order: PatchOrder, placement: Any) -> TokenPlacement:

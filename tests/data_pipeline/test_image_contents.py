@@ -103,14 +103,19 @@ def test_images_and_texts_are_not_read_together(built: Path, tmp_path: Path):
         Corpus([ShardSet.open(folder), ShardSet.open(built)])
 
 
-def test_a_mixture_of_images_is_described(tmp_path: Path):
+def write_mixture(path: Path, *folders: Path) -> Path:
+    lines = [
+        f'[[sources]]\nname = "s{number}"\npath = "{folder}"\nweight = 1\n' for number, folder in enumerate(folders)
+    ]
+    path.write_text("".join(lines))
+    return path
+
+
+def test_a_mixture_of_images_is_described(built: Path, tmp_path: Path):
     folder = build(tmp_path)
-    mixture = tmp_path / "mixture.toml"
-    mixture.write_text(
-        f'[[sources]]\nname = "a"\npath = "{folder}"\nweight = 1\n'
-        f'[[sources]]\nname = "b"\npath = "{folder}/validation"\nweight = 1\n'
-    )
-    found = describe_mixture(mixture)
+    found = describe_mixture(write_mixture(tmp_path / "mixture.toml", folder, folder / "validation"))
+    with pytest.raises(DataError, match=r"s0 contains images, s1 texts. A run reads only one kind"):
+        describe_mixture(write_mixture(tmp_path / "both.toml", folder, built))
     assert [source.documents for source in found.sources] == [
         ShardSet.open(folder).num_documents,
         ShardSet.open(folder / "validation").num_documents,

@@ -219,8 +219,12 @@ def test_what_cannot_run_ends_on_every_rank_with_one_screen(shards, copied, tmp_
         ({"run.output_dir": "/proc/below"}, 2, ["run.output_dir='/proc/below' cannot be written"]),
         ({"run.output_dir": tmp_path / ("n" * 300)}, 2, ["cannot be written", "File name too long"]),
         ({"run.output_dir": copied}, 2, ["already holds a run"]),
-        ({"run.output_dir": copied, "run.resume": "latest", "run.seed": 1}, 1, ["seed=0", "this run 1"]),
-        ({"run.output_dir": copied, "run.resume": "latest", "data.seq_len": 128}, 1, ["seq_len=256", "this run 128"]),
+        ({"run.output_dir": copied, "run.resume": "latest", "run.seed": 1}, 1, ["seed=0", "this run has 1"]),
+        (
+            {"run.output_dir": copied, "run.resume": "latest", "data.seq_len": 128},
+            1,
+            ["seq_len=256", "this run has 128"],
+        ),
         ({"run.resume": "latest"}, 1, ["holds no committed checkpoint"]),
         ({"run.resume": "step_2"}, 1, ["run.resume='step_2' is neither a checkpoint", "'newest-good', 'auto'"]),
     ]

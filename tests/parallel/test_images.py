@@ -197,3 +197,48 @@ def test_the_batch_is_padded_and_split_with_its_pixels():
     assert whole.pixels.shape == (1, ROW + 7, PATCHES.pixel_bytes)
     assert not whole.pixels[0, -7:].any()
     assert whole.num_labels == 5
+
+
+def rank_of_tokens(images: int, rows: int, columns: int, side: int, shift: int, degree: int) -> list[int]:
+    """Each patch's rank, in reading order, where windows are dealt out in order: by plain loops."""
+    found, across, windows = [], columns // side, images * rows * columns // side**2
+    firsts = [rank * windows // degree for rank in range(degree)]
+    for image, row, column in itertools.product(range(images), range(rows), range(columns)):
+        y, x = (row - shift) % rows // side, (column - shift) % columns // side
+        window = image * (rows // side) * across + y * across + x
+        found.append(max(rank for rank in range(degree) if firsts[rank] <= window))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_windows_send_the_rows_that_change_ranks_and_no_other(world_size):
+    run_distributed(check_rows_sent, world_size)
+
+
+def check_rows_sent():
+    world, images = dist.get_world_size(), 7
+    mesh = Mesh.build(context=world)
+    config, objective = MODELS["windows"]
+    task = build_parallel_model(config, mesh, layout="zigzag", objective=objective)
+    place = SequenceLayout.build("zigzag", images * 72, world, causal=False)
+    given = [0] * (images * 72)
+    for rank in range(world):
+        for token in place.indices(rank).tolist():
+            given[token] = rank
+    plain, shifted = (rank_of_tokens(images, 6, 12, 3, shift, world) for shift in (0, 1))
+    later = rank_of_tokens(images, 3, 6, 3, 0, world)
+    # A merged token's four patches go to its rank.
+    merged = [later[i // 72 * 18 + i % 72 // 24 * 6 + i % 12 // 2] for i in range(images * 72)]
+    steps = [(given, plain), (plain, shifted), (shifted, plain), (plain, merged)]
+    wanted = [sum(a == mesh.context_rank != b for a, b in zip(before, after, strict=True)) for before, after in steps]
+    sent, send = [], mesh.comm.start_all_to_all
+
+    def counting(x, group, **options):
+        sent.append(len(x))
+        return send(x, group, **options)
+
+    mesh.comm.start_all_to_all = counting
+    stream = split(stream_of(config), mesh, "zigzag", causal=False)
+    task(task.prepare(stream))
+    assert sent == wanted
+    assert sum(sent) > 0

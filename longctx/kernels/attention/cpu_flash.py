@@ -32,7 +32,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.attention_tiles import RowBlock, Tile, centred, fold_, row_blocks
 from longctx.kernels.attention.kernel_interface import RULES, Gradients, KernelRequest, ScoreRules, merge_
 from longctx.kernels.attention.sinks import apply_sinks
-from longctx.kernels.attention.slices import SliceGroup, once_per_table, slice_groups, table_slices
+from longctx.kernels.attention.slices import SliceGroup, once_per_table, slice_groups
 from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 from longctx.kernels.processor import fastest_matmul_mode
 
@@ -90,9 +90,12 @@ class CpuFlashKernel:
         size = _TILE
         if op.rounds:
             size = _WHOLE
-        whole = _whole_block(slices, size, q_BtHD.shape[1])
+        whole = _whole_block(slices, size, q_BtHD.shape[1], len(q_BtHD))
         if whole is not None:
-            return op.forward_block(q_BtHD, k_BsKD, v_BsKV, whole)
+            group, block = whole
+            q, k, v = (_split(x, group) for x in (q_BtHD, k_BsKD[:, group.keys], v_BsKV[:, group.keys]))
+            out, lse = op.forward_block(q, k, v, block)
+            return _joined(out, len(q_BtHD)), _joined(lse, len(q_BtHD))
         shape = q_BtHD.shape[:-1] + v_BsKV.shape[-1:]
         # empty, not zeros: most rows belong to one row block, which writes its result there
         out = q_BtHD.new_empty(shape, dtype=accumulate_dtype(q_BtHD.dtype))
@@ -163,7 +166,6 @@ class CpuFlashKernel:
     ) -> Gradients:
         op = self._op(q_BtHD, v_BsKV, scores)
         partial = accumulate_dtype(q_BtHD.dtype)
-        dq, dk, dv = (x.new_zeros(x.shape, dtype=partial) for x in (q_BtHD, k_BsKD, v_BsKV))
         power_BtH: Tensor | None = None
         if op.dtype == torch.float32:
             power_BtH, lse_BtH = centred(lse_BtH)
@@ -174,19 +176,19 @@ class CpuFlashKernel:
             size = _GRADIENT_TILE
         elif op.dtype == q_BtHD.dtype:  # native: only results are converted
             size = _NATIVE_GRADIENT_TILE
+        rows = _Rows(dout_BtHV, q_BtHD, out_BtHV, lse_BtH, power_BtH)
+        single = _single_tiles(slices, size, q_BtHD.shape[1], k_BsKD.shape[1], len(q_BtHD))
+        if single is not None and op.takes_all_heads(single, q_BtHD.shape[2], k_BsKD.shape[2]):
+            return op.gradients_of_tiles(rows, k_BsKD, v_BsKV, single)
+        dq, dk, dv = (x.new_zeros(x.shape, dtype=partial) for x in (q_BtHD, k_BsKD, v_BsKV))
         for group in _groups(slices, len(q_BtHD)):
-            dout, q, out, lse, dq_NrHD = (
-                _split(x[:, group.queries], group) for x in (dout_BtHV, q_BtHD, out_BtHV, lse_BtH, dq)
-            )
-            power = None if power_BtH is None else _split(power_BtH[:, group.queries], group)
+            group_rows, dq_NrHD = rows.of_group(group), _split(dq[:, group.queries], group)
             k, v, dk_NsKD, dv_NsKV = (_split(x[:, group.keys], group) for x in (k_BsKD, v_BsKV, dk, dv))
             for block in _blocks(group, size):
-                for h, g in op.head_groups(block, q.shape[2], k.shape[2], group.count):
+                for h, g in op.head_groups(block, q_BtHD.shape[2], k.shape[2], group.num_slices):
                     at = block.q
-                    rows = _Rows(dout[:, at, h], q[:, at, h], out[:, at, h], lse[:, at, h])
-                    if power is not None:
-                        rows = rows._replace(power_BrH=power[:, at, h])
-                    for tile, tile_dq, tile_dk, tile_dv in op.gradients(rows, k[:, :, g], v[:, :, g], block):
+                    tiles = op.gradients(group_rows.part(at, h), k[:, :, g], v[:, :, g], block)
+                    for tile, tile_dq, tile_dk, tile_dv in tiles:
                         dq_NrHD[:, at, h] += tile_dq
                         dk_NsKD[:, tile.k, g] += tile_dk
                         dv_NsKV[:, tile.k, g] += tile_dv
@@ -206,9 +208,14 @@ def _groups(slices: Tensor, batch: int) -> tuple[SliceGroup, ...]:
 
 def _split(x: Tensor, group: SliceGroup) -> Tensor:
     """Return a group's rows [1, N·r, …] as a batch of its N slices [N, r, …], a view; a single slice as it is."""
-    if group.count == 1:
+    if group.num_slices == 1:
         return x
-    return x[0].unflatten(0, (group.count, -1))
+    return x[0].unflatten(0, (group.num_slices, -1))
+
+
+def _joined(x: Tensor, batch: int) -> Tensor:
+    """Return a batch of slices [N, r, …] as the rows [batch, N·r / batch, …] that ``_split`` took."""
+    return x.flatten(0, 1).unflatten(0, (batch, -1))
 
 
 def _blocks(group: SliceGroup, size: int) -> Iterator[RowBlock]:
@@ -218,16 +225,40 @@ def _blocks(group: SliceGroup, size: int) -> Iterator[RowBlock]:
 
 
 @once_per_table
-def _whole_block(slices: Tensor, size: int, num_rows: int) -> RowBlock | None:
-    """Return the single row block that holds all query rows, as in decoding; None if rows span several."""
+def _whole_block(slices: Tensor, size: int, num_rows: int, batch: int) -> tuple[SliceGroup, RowBlock] | None:
+    """Return the single group and its single row block if they hold all query rows, as in decoding or for a few equal
+    documents; None if rows span several.
+    """
     # Decoding takes this path on each step: one block needs no merge, no buffer and no bookkeeping.
-    parts = table_slices(slices)
-    if len(parts) != 1:
+    groups = _groups(slices, batch)
+    if len(groups) != 1 or groups[0].queries != slice(0, num_rows):
         return None
-    first = next(row_blocks(parts[0], rows=size, keys=size), None)
-    if first is None or first.q != slice(0, num_rows):
+    block = next(_blocks(groups[0], size), None)
+    if block is None or block.q != slice(0, num_rows // groups[0].num_slices):
         return None
-    return first
+    return groups[0], block
+
+
+@once_per_table
+def _single_tiles(
+    slices: Tensor, size: int, num_rows: int, num_keys: int, batch: int
+) -> tuple[tuple[SliceGroup, RowBlock], ...] | None:
+    """Return the groups and their blocks if each group is one tile and they have all rows and keys in order; otherwise
+    None: gradients are then sums over tiles, or 0.
+    """
+    found, row, key = [], 0, 0
+    for group in _groups(slices, batch):
+        first, blocks = group.first, tuple(_blocks(group, size))
+        if (group.queries.start, group.keys.start) != (row, key) or len(blocks) != 1 or len(blocks[0].tiles) != 1:
+            return None
+        sides = (slice(0, first.q_stop - first.q_start), slice(0, first.k_stop - first.k_start))
+        if (blocks[0].q, blocks[0].tiles[0].k) != sides:
+            return None
+        found.append((group, blocks[0]))
+        row, key = group.queries.stop, group.keys.stop
+    if (row, key) != (num_rows, num_keys):
+        return None
+    return tuple(found)
 
 
 @lru_cache(maxsize=16)
@@ -259,6 +290,16 @@ class _Rows(NamedTuple):
     lse_BrH: Tensor
     power_BrH: Tensor | None = None
     """Powers of two to scale dout with if lse is centred."""
+
+    def of_group(self, group: SliceGroup) -> _Rows:
+        """Return a group's rows, as a batch of its slices."""
+        parts = (None if x is None else _split(x[:, group.queries], group) for x in self)
+        return _Rows._make(parts)
+
+    def part(self, rows: slice, heads: slice) -> _Rows:
+        """Return some rows and heads."""
+        parts = (None if x is None else x[:, rows, heads] for x in self)
+        return _Rows._make(parts)
 
 
 class _Op(NamedTuple):
@@ -332,6 +373,30 @@ class _Op(NamedTuple):
             if self.rounds:
                 dk, dv = (x.unflatten(2, (num_kv_heads, -1)).sum(3) for x in (dk, dv))
             yield tile, dq, dk, dv
+
+    def takes_all_heads(
+        self, tiles: tuple[tuple[SliceGroup, RowBlock], ...], num_heads: int, num_kv_heads: int
+    ) -> bool:
+        """Return whether one backward call takes all heads of each tile."""
+        counts = [
+            len(list(self.head_groups(block, num_heads, num_kv_heads, group.num_slices))) for group, block in tiles
+        ]
+        return max(counts) == 1
+
+    def gradients_of_tiles(
+        self, rows: _Rows, k_BsKD: Tensor, v_BsKV: Tensor, tiles: tuple[tuple[SliceGroup, RowBlock], ...]
+    ) -> Gradients:
+        """Return all gradients, from tiles that follow one another in queries and keys (``_single_tiles``)."""
+        # For short documents, filling memory with zeros and adding to them would take a fifth of the time.
+        found = []
+        for group, block in tiles:
+            k, v = (_split(x[:, group.keys], group) for x in (k_BsKD, v_BsKV))
+            for _, dq, dk, dv in self.gradients(rows.of_group(group), k, v, block):
+                found.append([_joined(x, len(k_BsKD)) for x in (dq, dk, dv)])
+        dq, dk, dv = found[0]
+        if len(found) > 1:
+            dq, dk, dv = (torch.cat([of_tile[side] for of_tile in found], 1) for side in range(3))
+        return Gradients(dq, dk, dv)
 
     def to_op_layout(self, x_BsHX: Tensor, num_queries: int, rows: slice = slice(None)) -> Tensor:
         """Convert rows to the op's layout: [B, H, rows, size], the smaller head size padded with zeros.

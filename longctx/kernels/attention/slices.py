@@ -131,19 +131,19 @@ class SliceGroup(NamedTuple):
     """Equal slices, one after the other in queries and keys: packed documents of one length, such as images."""
 
     first: AttentionSlice
-    count: int
+    num_slices: int
 
     @property
     def queries(self) -> slice:
         """Query rows of all slices."""
         rows = self.first.q_stop - self.first.q_start
-        return slice(self.first.q_start, self.first.q_start + self.count * rows)
+        return slice(self.first.q_start, self.first.q_start + self.num_slices * rows)
 
     @property
     def keys(self) -> slice:
         """Key rows of all slices."""
         rows = self.first.k_stop - self.first.k_start
-        return slice(self.first.k_start, self.first.k_start + self.count * rows)
+        return slice(self.first.k_start, self.first.k_start + self.num_slices * rows)
 
     def follows(self, attn_slice: AttentionSlice) -> bool:
         """Return whether the group's next slice, if it had one more, would be ``attn_slice``."""
@@ -162,7 +162,7 @@ def slice_groups(table: Tensor, max_rows: int) -> tuple[SliceGroup, ...]:
     groups: list[SliceGroup] = []
     for attn_slice in table_slices(table):
         if groups and groups[-1].follows(attn_slice):
-            longer = groups[-1]._replace(count=groups[-1].count + 1)
+            longer = groups[-1]._replace(num_slices=groups[-1].num_slices + 1)
             sides = (longer.queries, longer.keys)
             if max(side.stop - side.start for side in sides) <= max_rows:
                 groups[-1] = longer

@@ -124,6 +124,10 @@ class TestIdx:
             found.append(open_images(tmp_path / name).fingerprint())
         assert found[0] != found[1]
 
+    def test_reading_without_labels_is_another_source(self, tmp_path: Path):
+        write_idx(tmp_path, random_images(2, (2, 2)), [0, 1])
+        assert open_images(tmp_path).fingerprint() != open_images(tmp_path, label_field="").fingerprint()
+
     def test_only_some_files_with_labels(self, tmp_path: Path):
         write_idx(tmp_path, random_images(2, (2, 2)), [0, 1])
         write_idx(tmp_path, random_images(2, (2, 2)), None, name="t10k")

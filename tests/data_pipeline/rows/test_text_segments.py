@@ -235,7 +235,7 @@ def test_what_is_refused(folder, built, tmp_path, wordpiece):
         next(build_loader(folder, seq_len=64, rows_per_step=1, packing=packing))
     mixture = tmp_path / "mixture.toml"
     mixture.write_text(f'[[source]]\nname = "a"\nfolder = "{folder}"\nshare = 1.0\n')
-    with pytest.raises(ConfigError, match="require texts from one folder"):
+    with pytest.raises(ConfigError, match="require data from one folder"):
         build_loader(mixture, seq_len=64, rows_per_step=1, packing=Packing(examples=SegmentRule("nsp")))
     one = tmp_path / "one.txt"
     one.write_text("some words")

@@ -74,12 +74,17 @@ def test_several_folders_give_their_labels(tmp_path: Path):
 
 
 def test_a_flipped_label_is_damage(tmp_path: Path):
-    write_images(tmp_path / "f", FORMAT, rows_of(FORMAT), LABELS)
+    # So many that the labels are in blocks of their own, which opening the file does not read.
+    tokens = np.zeros(FORMAT.num_tokens, np.uint8)
+    labels = np.random.default_rng(0).integers(0, 3, 60_000)
+    write_images(tmp_path / "f", FORMAT, [tokens] * len(labels), labels.tolist())
     path = tmp_path / "f" / "00000.arrow"
-    at = path.read_bytes().index(np.array(LABELS, np.int32).tobytes())
-    flip_byte(path, at + 4)
-    with pytest.raises(DataError, match=r"00000\.arrow is damaged"):
-        ShardSet.open(tmp_path / "f").label(1)
+    flip_byte(path, path.read_bytes().index(labels.astype(np.int32).tobytes()) + 4 * 30_000)
+    shards = ShardSet.open(tmp_path / "f")
+    assert shards.label(0) == labels[0]
+    for read in (lambda: shards.label(30_000), lambda: shard_labels(shards, 0)):
+        with pytest.raises(DataError, match=r"00000\.arrow is damaged"):
+            read()
 
 
 def test_a_folder_of_texts_has_no_format(built: Path):

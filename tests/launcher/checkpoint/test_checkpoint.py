@@ -63,7 +63,7 @@ MORE_KILLS: dict[str, tuple[Any, ...]] = {
     "before anything is copied": (train_until_killed_in_a_save, 1, "fill"),
     "before a rank writes its pieces": (train_until_killed_in_a_save, 1, "write_pieces"),
     "before the commit": (train_until_killed_in_a_save, 0, "commit"),
-    "before the tokenizer is written": (train_until_killed_in_a_save, 0, "_write_beside"),
+    "before the tokenizer is written": (train_until_killed_in_a_save, 0, "_write_extra_file"),
     "before the rename": (train_until_killed_in_a_save, 0, f"sync_path {MANIFEST}"),
     "after the rename": (train_until_killed_in_a_save, 0, f"sync_path {CHECKPOINTS}"),
     "before the proof": (train_until_killed_in_a_save, 0, "write_proof"),

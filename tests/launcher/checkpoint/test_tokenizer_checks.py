@@ -17,6 +17,7 @@ from data_pipeline.shards.reader import ShardSet
 from launcher.checkpoint.tokenizer_checks import check_checkpoint_tokenizer
 from launcher.config.config_sections import RunConfig
 from launcher.training.run_data import _tokenizer_files
+from launcher.training.run_origin import RunOrigin
 from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
@@ -91,7 +92,9 @@ def test_a_checkpoint_without_a_tokenizer_is_said_to_have_none(shards, tmp_path,
         (tmp_path / GENERATION_CONFIG).write_bytes(content)
     data_shards = ShardSet.open(shards)
     loader = SimpleNamespace(shards=data_shards, folders=[data_shards])
-    files = _tokenizer_files(tmp_path, cast(Any, loader), None, Mesh(rank=0, world_size=1, context=1))
+    files = _tokenizer_files(
+        RunOrigin(kind="started", folder=tmp_path), cast(Any, loader), None, Mesh(rank=0, world_size=1, context=1)
+    )
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "this check is skipped" in said[0]
     assert "vocab.json" in said[1]
@@ -111,7 +114,8 @@ def test_a_checkpoint_without_a_tokenizer_is_said_to_have_none(shards, tmp_path,
     assert (7 in load_tokenizer(own).special.stop_ids) == travels
     # Without a checkpoint there is nothing to say.
     caplog.clear()
-    assert _tokenizer_files(None, cast(Any, loader), None, Mesh(rank=0, world_size=1, context=1)) == data.files
+    new = RunOrigin(kind="new")
+    assert _tokenizer_files(new, cast(Any, loader), None, Mesh(rank=0, world_size=1, context=1)) == data.files
     assert not caplog.records
 
 

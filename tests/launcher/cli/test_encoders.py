@@ -204,7 +204,7 @@ def test_a_number_of_samples_is_kept_whatever_other_tasks_take_unless_given(caps
         (["--seed", "42"], "--seed: for tasks with prompts"),
         (["--lengths", "64", "--chat-template", "auto"], "--chat-template: for tasks with prompts"),
         (["--depths", "0,1"], "--depths: for tasks with prompts"),
-        (["--haystack", "texts"], "--haystack: for masked, pairs, ppl, longppl and tasks"),
+        (["--haystack", "texts"], "--haystack: for masked, pairs, ppl, longppl, tasks"),
         (["--tokenizer", "t.model"], "--tokenizer: for ppl"),
         (["--beyond-positions"], "--beyond-positions: for masked"),
         (["--longppl-window", "1024"], "--longppl-window: for longppl"),

@@ -16,7 +16,7 @@ STAGES = {
     "before a rank writes its file": (1, SAVE, "write_pieces", ""),
     "before a rank reads its file back": (1, SAVE, "read_back", "rank_00001.safetensors"),
     "before the commit": (0, SAVER, "commit", ""),
-    "before the tokenizer is written": (0, SAVE, "_write_beside", ""),
+    "before the tokenizer is written": (0, SAVE, "_write_extra_file", ""),
     "before the manifest is synced": (0, SAVE, "sync_path", MANIFEST),
     "before the rename": (0, SAVE, "sync_path", ".step_000004.partial"),
     "after the rename": (0, SAVE, "sync_path", CHECKPOINTS),

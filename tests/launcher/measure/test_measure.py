@@ -66,7 +66,7 @@ def test_a_process_of_its_own_measures_and_its_profile_is_read(tmp_path, monkeyp
     titles: list[str] = []
     options = BenchmarkOptions(device="cpu", sizes="smallest", cpu_time=True)
     text, hardware = benchmark_machine(options, tmp_path, titles.append)
-    assert titles[0] == "the program itself"
+    assert titles[0] == "the process itself"
     assert hardware.ranks == 1
     assert hardware.device_type == "cpu"
     assert "CPU seconds" in hardware.sources["product_flops"]

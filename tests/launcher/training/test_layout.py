@@ -23,7 +23,7 @@ AUTO = {
     "validation.rows": 0,
     "validation.every_steps": 0,
 }
-SAID = "parallel.layout=auto is balanced: of packed documents"
+SAID = "parallel.layout=auto is balanced: for packed documents"
 
 
 def settled(folder: Path) -> str:

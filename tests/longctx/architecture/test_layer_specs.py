@@ -52,6 +52,6 @@ def test_a_layer_has_its_ffn_and_its_rope():
 
 def test_a_core_that_no_mixer_has_is_refused():
     decoder = Decoder(ModelConfig())
-    known = r"\['cross', 'gated_delta', 'linear', 'softmax'\]"
+    known = r"\['cross', 'gated_delta', 'image_windows', 'linear', 'softmax'\]"
     with pytest.raises(ConfigError, match=rf"mixer cores \['softmaks'\] are unknown. Try one of {known}"):
         Decoder(ModelConfig(), {"softmaks": decoder.cores["softmax"]}, seed=None)

@@ -27,6 +27,11 @@ PUBLISHED = {
     "igpt-small": 76_682_240,
     "igpt-medium": 455_489_536,
     "igpt-large": 1_362_914_304,
+    # 86, 307, 29 and 88 million in the papers.
+    "vit-base-16": 86_567_656,
+    "vit-large-16": 304_326_632,
+    "swin-tiny": 28_288_354,
+    "swin-base": 87_768_224,
     "llama-2-7b": 6_738_415_616,
     "llama-3.1-8b": 8_030_261_248,
     "mixtral-8x7b": 46_702_792_704,

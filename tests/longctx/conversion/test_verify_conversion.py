@@ -162,7 +162,11 @@ class TestLogits:
             assert done.logits.max_kl <= 1e-10
             assert (done.logits.error_bound, done.logits.kl_bound) == (1e-5, 1e-10)
             assert done.logits.variants in (verify_conversion.TWO_ATTENTIONS, verify_conversion.TWO_POSITIONS)
-            assert (done.logits.num_tokens, done.logits.dtype, done.logits_skip_reason) == (256, torch.float32, None)
+            assert (done.logits.inputs, done.logits.dtype, done.logits_skip_reason) == (
+                "256 tokens",
+                torch.float32,
+                None,
+            )
 
     def test_a_rope_permutation_fails(self, hf, tmp_path):
         """Half-split rows given as interleaved pairs: every hash is right, only logits can tell."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longctx.config import ModelConfig
 from longctx.conversion import load_hf
+from longctx.conversion.tensor_layouts import LAYOUT_STEPS, tensor_specs
 from longctx.families import FAMILIES
 from longctx.model.decoder import Decoder
 
@@ -345,6 +346,31 @@ TWO_STACKS = {
     "t5, gated by silu": _two_stacks("T5", _T5_SIZES, feed_forward_proj="gated-silu"),
 }
 """Those with an encoder beside the decoder."""
+_VIT_SIZES = {
+    "hidden_size": 30, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 50,
+    "image_size": [12, 20], "patch_size": 4, "num_labels": 7,
+}  # fmt: skip
+_SWIN_SIZES = {
+    "image_size": [24, 48], "patch_size": 2, "embed_dim": 8, "depths": [2, 3], "num_heads": [2, 4], "window_size": 3,
+    "mlp_ratio": 2.5, "drop_path_rate": 0.0, "num_labels": 7,
+}  # fmt: skip
+_IMAGE_GPT_SIZES = {"n_embd": 36, "n_layer": 3, "n_head": 4, "n_positions": 36, "vocab_size": 13, "n_inner": 50}
+
+
+def _vision(name: str, sizes: dict[str, Any], *, auto_class: str = "AutoModelForImageClassification", **values: Any):
+    return Case(name, values, 0.3, sizes, auto_class)
+
+
+VISION = {
+    "vit": _vision("ViT", _VIT_SIZES),
+    "vit, gray": _vision("ViT", _VIT_SIZES, num_channels=1, qkv_bias=False, hidden_act="gelu_new", image_size=12),
+    "vit, no head": _vision("ViT", _VIT_SIZES, auto_class="AutoModel"),
+    "swin": _vision("Swin", _SWIN_SIZES),
+    "swin, one stage": _vision("Swin", _SWIN_SIZES, depths=[3], num_heads=[4], qkv_bias=False, num_channels=1),
+    "swin, no head": _vision("Swin", _SWIN_SIZES, auto_class="AutoModel"),
+    "imagegpt, classes": _vision("ImageGPT", _IMAGE_GPT_SIZES, num_labels=5),
+}
+"""Those that read images, most with a class head."""
 WITH_CLASS = tuple(name for name in FAMILIES if name != "mimo")
 """Families that transformers has a class of; MiMo's is its makers' own, which ``mtp_models`` builds."""
 
@@ -450,6 +476,23 @@ def gradients_by_our_names(model: Any, folder: Path) -> dict[str, Tensor]:
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "model.safetensors")
     model.config.save_pretrained(folder)
     return load_hf(folder)[1]
+
+
+def gradients_in_float64(model: Any, config: ModelConfig, folder: Path) -> dict[str, Tensor]:
+    """A float64 model's gradients through the tensor rules of its family, without a file of ours."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    # Only a folder has the names of files: transformers 5 has others in memory.
+    model.save_pretrained(folder)
+    by_name, found = on_disk(folder), {}
+    for spec in tensor_specs(config, model_type=model.config.model_type):
+        layout = spec.layouts[0]
+        whole = by_name[layout.parts[0].name]
+        for step in layout.steps:
+            whole = LAYOUT_STEPS[step].disk_view(whole)
+        found[spec.name] = whole[slice(*layout.rows)] if layout.is_shared else whole
+    return found
 
 
 def tokens_of(config: ModelConfig, *, rows: int = 2, length: int = 40, seed: int = 1) -> Tensor:

@@ -9,6 +9,11 @@ from typing import Any
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "pretraining_tp": 1}
 _COMMON = {"initializer_range": 0.02, "attention_dropout": 0.0, "use_cache": True, "torch_dtype": "bfloat16"}
+_IMAGENET = {
+    "id2label": {str(number): f"kind {number}" for number in range(1000)},
+    "label2id": {f"kind {number}": number for number in range(1000)},
+}
+"""A thousand classes, here without their names."""
 
 HUB: dict[str, dict[str, Any]] = {
     "Llama-2-7b-hf": _LLAMA | {
@@ -117,6 +122,21 @@ HUB: dict[str, dict[str, Any]] = {
         "scale_attn_weights": True, "tie_word_embeddings": False, "torch_dtype": "float32",
         "transformers_version": "4.12.0.dev0", "use_cache": True, "vocab_size": 513,
     },
+    "vit-base-patch16-224": {
+        "model_type": "vit", "architectures": ["ViTForImageClassification"], "attention_probs_dropout_prob": 0.0,
+        "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "hidden_size": 768, "image_size": 224,
+        "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-12, "num_attention_heads": 12,
+        "num_channels": 3, "num_hidden_layers": 12, "patch_size": 16, "qkv_bias": True, "torch_dtype": "float32",
+        "transformers_version": "4.13.0.dev0", **_IMAGENET,
+    },
+    "swin-tiny-patch4-window7-224": {
+        "model_type": "swin", "architectures": ["SwinForImageClassification"], "attention_probs_dropout_prob": 0.0,
+        "depths": [2, 2, 6, 2], "drop_path_rate": 0.1, "embed_dim": 96, "encoder_stride": 32, "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.0, "hidden_size": 768, "image_size": 224, "initializer_range": 0.02,
+        "layer_norm_eps": 1e-05, "mlp_ratio": 4.0, "num_channels": 3, "num_heads": [3, 6, 12, 24], "num_layers": 4,
+        "patch_size": 4, "path_norm": True, "qkv_bias": True, "torch_dtype": "float32",
+        "transformers_version": "4.20.0.dev0", "use_absolute_embeddings": False, "window_size": 7, **_IMAGENET,
+    },
     "DeepSeek-V2-Lite": _COMMON | {
         "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False,
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, "aux_loss_alpha": 0.001,
@@ -218,6 +238,8 @@ PARAMETERS = {
     "gpt2-xl": 1_557_611_200,
     "openai-gpt": 116_534_784,
     "imagegpt-small": 76_682_240,
+    "vit-base-patch16-224": 86_567_656,
+    "swin-tiny-patch4-window7-224": 28_288_354,
     "DeepSeek-V2-Lite": 15_706_484_224,
     "DeepSeek-V3": 671_026_404_352,
     "gpt-oss-20b": 20_914_757_184,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from longctx.errors import ConfigError
 from longctx.families import FAMILIES, canonical_fields, config_to_hf, family_of
 from longctx.families.spec import IGNORED_KEYS
 from longctx.model.decoder import Decoder
-from tests.longctx.families.hf_models import CASES, TWO_STACKS, WITH_CLASS, new_model
+from tests.longctx.families.hf_models import CASES, TWO_STACKS, VISION, WITH_CLASS, new_model
 from tests.longctx.families.hub_configs import HUB, PARAMETERS
+from tests.longctx.image_samples import igpt_config, swin_config, vit_config
 from tests.longctx.samples import dense_config, tiny_config
 
 CONFIGS = {
@@ -46,7 +48,7 @@ CHANGED_DEFAULTS: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="module")
 def hf_configs() -> dict[str, dict]:
-    return {name: case.config_json() for name, case in (CASES | TWO_STACKS).items()}
+    return {name: case.config_json() for name, case in (CASES | TWO_STACKS | VISION).items()}
 
 
 class TestThereAndBack:
@@ -83,6 +85,7 @@ class TestThereAndBack:
             ("Qwen3-30B-A3B", "qwen3-30b-a3b"), ("DeepSeek-V3", "deepseek-v3"), ("gpt2-xl", "gpt2-xl"),
             ("openai-gpt", "gpt-1"), ("bart-base", "bart-base"), ("opus-mt-en-de", "opus-mt"), ("t5-small", "t5-small"),
             ("t5-v1_1-base", "t5-v1.1-base"), ("imagegpt-small", "igpt-small"),
+            ("vit-base-patch16-224", "vit-base-16"), ("swin-tiny-patch4-window7-224", "swin-tiny"),
         ],
     )  # fmt: skip
     def test_presets_are_what_was_published(self, hub, preset):
@@ -98,6 +101,9 @@ class TestThereAndBack:
         theirs = transformers.CONFIG_MAPPING[model_type](**CHANGED_DEFAULTS.get(model_type, {}))
         with torch.device("meta"):
             model = new_model(FAMILIES[model_type].auto_class, theirs)
+        if hasattr(model, "pooler"):
+            # A head for other tasks, which is left out.
+            model.pooler = torch.nn.Identity()
         # A file has no more than what JSON says.
         config = ModelConfig.from_hf(json.loads(theirs.to_json_string(use_diff=False)))
         shapes, buffers = parameter_shapes(config), ("correction_bias", "layer_scalar")
@@ -116,7 +122,7 @@ class TestThereAndBack:
         with pytest.raises(ConfigError, match=r"per_layer_config=.* is not supported"):
             ModelConfig.from_hf(written)
 
-    @pytest.mark.parametrize("name", CASES | TWO_STACKS)
+    @pytest.mark.parametrize("name", CASES | TWO_STACKS | VISION)
     def test_transformers_reads_the_config_as_we_meant_it(self, name, hf_configs, tmp_path):
         """Config of theirs → ours → config.json → transformers → config.json → ours."""
         import transformers
@@ -129,7 +135,7 @@ class TestThereAndBack:
         assert ModelConfig.from_hf(json.loads((tmp_path / "again" / "config.json").read_text())) == config
 
     # Gemma 4 has had no other keys.
-    @pytest.mark.parametrize("name", [name for name in CASES | TWO_STACKS if not name.startswith("gemma4")])
+    @pytest.mark.parametrize("name", [name for name in CASES | TWO_STACKS | VISION if not name.startswith("gemma4")])
     def test_transformers_4_keys_alone_say_the_same(self, name, hf_configs):
         config = ModelConfig.from_hf(hf_configs[name])
         written = config_to_hf(config, model_type=hf_configs[name]["model_type"])
@@ -159,6 +165,8 @@ class TestThereAndBack:
 SPELLED_OTHERWISE = {
     *("rope_scaling", "max_window_layers", "sliding_window", "num_nextn_predict_layers", "attn_pdrop", "n_group"),
     *("topk_group", "torch_dtype", "use_cache", "attention_dropout", "activation_dropout", "architectures"),
+    # Class names are in the format of images, and dropped branches are not supported.
+    *("id2label", "label2id", "drop_path_rate"),
 }
 """Keys that may change between a published config and ours: the same in other words, or left out on purpose."""
 
@@ -180,7 +188,7 @@ def test_parts_cover_each_parameter_once(experts, bias, tied, norm, heads, kv, t
     check_cover(config, None)
 
 
-@pytest.mark.parametrize("name", CASES | TWO_STACKS)
+@pytest.mark.parametrize("name", CASES | TWO_STACKS | VISION)
 def test_parts_of_every_family_cover_each_parameter_once(name, hf_configs):
     config = ModelConfig.from_hf(hf_configs[name])
     check_cover(config, hf_configs[name]["model_type"])
@@ -266,6 +274,20 @@ def test_fixed_ntk_scaling_is_written_as_the_base_it_comes_to():
     back = ModelConfig.from_hf(config.to_hf()).rope
     assert back.kind == "default"
     assert back.frequencies(8) == pytest.approx(config.rope.frequencies(8), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [(vit_config, "vit"), (swin_config, "swin"), (partial(igpt_config, norm="rmsnorm", norm_eps=1e-5), "imagegpt")],
+)
+def test_a_run_on_images_has_a_family(config, family):
+    # A recipe's models are untied unless it says otherwise, and a model of pixels knows the images' shape.
+    heads = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "tie_embeddings": False}
+    dense = {"num_experts": 0, "shared_ffn_size": 0, "o_bias": True, "ffn_bias": True}
+    config = config(**heads, **dense, activation="gelu", qkv_bias=True)
+    assert family_of(config).model_type == family
+    back = ModelConfig.from_hf(config.to_hf())
+    assert canonical_fields(back) == canonical_fields(config)
 
 
 @pytest.mark.parametrize(
@@ -469,6 +491,6 @@ def test_no_rule_of_a_family_reads_another_ones_key():
     for family in FAMILIES.values():
         keys = [key for rule in family.rules for key in rule.keys]
         assert len(set(keys)) == len(keys), family.model_type
-        # RoBERTa's padding id says where its positions begin.
-        ignored = (family.ignored_keys | IGNORED_KEYS) - {"pad_token_id"}
+        # RoBERTa's padding id says where its positions begin, and a class head has as many rows as labels.
+        ignored = (family.ignored_keys | IGNORED_KEYS) - {"pad_token_id", "id2label", "label2id"}
         assert not set(keys) & ignored, family.model_type

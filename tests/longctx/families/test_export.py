@@ -18,7 +18,7 @@ from longctx.conversion import export_checkpoint, load_hf
 from longctx.conversion.checkpoint_writer import save_master_weights
 from longctx.families import canonical_fields, config_to_hf, dropped_training_fields, family_of
 from tests.longctx.families import hf_models
-from tests.longctx.families.hf_models import CASES, ENCODERS, TWO_STACKS, WITH_CLASS
+from tests.longctx.families.hf_models import CASES, ENCODERS, TWO_STACKS, VISION, WITH_CLASS
 from tests.longctx.families.hub_configs import HUB
 from tests.longctx.samples import dense_config, tiny_config
 
@@ -29,11 +29,11 @@ YARN = Rope(kind="yarn", factor=4.0, original_max_positions=64)
 @cache
 def imported(name: str) -> tuple[str, ModelConfig]:
     """Type and config of a published model, or of one of the tests' own."""
-    hf = HUB.get(name) or (CASES | ENCODERS | TWO_STACKS)[name].config_json()
+    hf = HUB.get(name) or (CASES | ENCODERS | TWO_STACKS | VISION)[name].config_json()
     return hf["model_type"], ModelConfig.from_hf(hf)
 
 
-IMPORTED = (*HUB, *CASES, *ENCODERS, *TWO_STACKS)
+IMPORTED = (*HUB, *CASES, *ENCODERS, *TWO_STACKS, *VISION)
 """Every config.json that the tests know."""
 
 
@@ -172,7 +172,7 @@ OPTIONS = {
 @pytest.mark.parametrize("model_type", WITH_CLASS)
 def test_a_miniature_trained_with_every_option_says_the_same_in_transformers(model_type, tmp_path):
     """The whole export of a checkpoint, whose logits are compared with those of transformers."""
-    folder = hf_models.save(hf_models.build((CASES | ENCODERS | TWO_STACKS)[model_type]), tmp_path / "theirs")
+    folder = hf_models.save(hf_models.build((CASES | ENCODERS | TWO_STACKS | VISION)[model_type]), tmp_path / "theirs")
     config, tensors = load_hf(folder)
     trained = dataclasses.replace(config, **OPTIONS)
     if config.selection_bias:

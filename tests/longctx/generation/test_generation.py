@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
-from longctx.generation.loop import generate
+from longctx.generation.beams import Beams
+from longctx.generation.continuation import GenerationOptions
+from longctx.generation.loop import generate, stream
 from longctx.generation.prefill import prefill
 from longctx.generation.sampling import Greedy, Sampling
 from longctx.model.attention.kv_cache import KVCache
@@ -99,6 +101,21 @@ def test_seeds(model):
     assert draw(2) != first
     strategy = Sampling(seed=1)
     assert generate(model, PROMPT, 20, strategy) == generate(model, PROMPT, 20, strategy) == first
+
+
+def test_only_the_first_ids_are_chosen(model):
+    whole = generate(model, PROMPT, 12)
+    limit = max(whole)
+    ids = list(stream(model, PROMPT, GenerationOptions(max_new_tokens=12, num_choices=limit)))
+    with torch.no_grad():
+        for number, token in enumerate(ids):
+            before = torch.tensor([PROMPT + ids[:number]])
+            logits = model.logits(model(before, torch.arange(before.shape[1])[None]))[0, -1]
+            assert token == int(logits[:limit].argmax())
+    sampled = stream(model, PROMPT, GenerationOptions(max_new_tokens=12, num_choices=3, strategy=Sampling()))
+    assert set(sampled) <= {0, 1, 2}
+    with pytest.raises(ConfigError, match="num_choices=3"):
+        stream(model, PROMPT, GenerationOptions(max_new_tokens=1, num_choices=3, strategy=Beams(num_beams=2)))
 
 
 def test_stopping(model):

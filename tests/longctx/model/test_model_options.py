@@ -134,7 +134,7 @@ def test_embeddings_are_scaled_in_the_model_s_dtype():
     table = decoder.model.embed_tokens.weight.detach()
     wanted = table[tokens] * torch.tensor(14**0.5).bfloat16()
     wanted = wanted + sinusoidal_embedding(positions, 14, torch.bfloat16).bfloat16()
-    assert torch.equal(decoder.model._embed(table[tokens], positions, None, None), wanted)
+    assert torch.equal(decoder.model._embed(decoder.model._scaled(table[tokens]), positions, None, None), wanted)
 
 
 # Initial weights

@@ -114,7 +114,7 @@ def test_a_header_that_lies_is_damage(header: str, said: str):
 
 
 def test_a_header_may_hold_long_texts():
-    from data_pipeline.prepare.readers.table_rows import _batch_rows
+    from data_pipeline.prepare.readers.table_rows import batch_rows
 
     out = io.BytesIO()
     pq.write_table(pa.table({"text": ["a" * 100_000, "b" * 100_000]}), out, use_dictionary=False, compression="none")
@@ -127,7 +127,7 @@ def test_a_header_may_hold_long_texts():
         data_page_offset, dictionary_page_offset, num_values, total_compressed_size = 0, None, 1, len(page)
 
     assert max_row_bytes(io.BytesIO(page), Column) == 1  # type: ignore[arg-type]
-    assert _batch_rows(io.BytesIO(content), pq.ParquetFile(out), 0, ["text"]) == 256
+    assert batch_rows(io.BytesIO(content), pq.ParquetFile(out), 0, ["text"]) == 256
 
 
 FLIP = """

@@ -69,7 +69,7 @@ def test_a_rank_is_killed_and_longctx_run_goes_on(shards, tmp_path):
     assert rows[-1]["goodput"] == pytest.approx(seconds["productive"] / goodput.wall, abs=0.25)
     page = write_report(folder).read_text()
     assert "<h2>Stalls and lost time</h2>" in page
-    assert "killed" in page
+    assert "after a failed attempt" in page
 
 
 def test_a_stop_by_a_signal_and_a_resume_a_day_later(shards, tmp_path):

@@ -154,15 +154,15 @@ def test_a_done_process_does_not_wait_for_a_tracker_that_hangs():
     script = """
 import atexit, threading
 from launcher.cluster.exit import run_script
-from launcher.metrics.trackers import thread
+from launcher.metrics.trackers import tracker_threads
 from tests.launcher.metrics.test_metrics import train
 from tests.launcher.metrics.trackers.test_tracker_threads import Remembers
 
-thread.DONE_SECONDS = 0.1
+tracker_threads.DONE_SECONDS = 0.1
 def main():
     never = threading.Event()
     atexit.register(never.wait)
-    trackers = thread.Trackers([thread.TrackerThread("x", lambda: Remembers("log", never.wait))])
+    trackers = tracker_threads.Trackers([tracker_threads.TrackerThread("x", lambda: Remembers("log", never.wait))])
     trackers.send(train(1))
     trackers.close("done")
 run_script(main)
