@@ -94,7 +94,7 @@ _OF_IMAGES = ("classes", "pixels", "probe")
 _OF_TEXTS = ("masked", "pairs", "ppl", "longppl", _PROMPTS)
 _READERS: dict[str, tuple[str, ...]] = {
     "lengths": _OF_TEXTS,
-    "haystack": (*_OF_TEXTS, *_OF_IMAGES),
+    "haystack": _OF_TEXTS + _OF_IMAGES,
     "fit_data": ("probe",),
     "tokenizer": ("ppl", "longppl", _PROMPTS),
     "seed": (_PROMPTS,),
@@ -271,7 +271,7 @@ def _score_images(flags: Flags, task: str) -> None:
     if flags.checkpoint is None or flags.output is None:
         raise ConfigError(f"evaluate --tasks {task} needs --checkpoint DIR --output DIR.")
     options: dict[str, Any] = {"checkpoint": flags.checkpoint, "output": flags.output, "data": flags.haystack}
-    options |= {"limit": flags.samples, **flags.ranks.values()}
+    options |= {"limit": flags.samples} | flags.ranks.values()
     if task == PROBE:
         scores = probe_layers(ProbeOptions(fit_data=flags.fit_data, **options), token_progress)
     else:

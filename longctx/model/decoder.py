@@ -282,7 +282,7 @@ class Decoder(nn.Module):
     ) -> tuple[Any, list[RouterStats]]:
         """Run tokens through one stack; return hidden states or their stand-in, and router statistics if requested."""
         config, tokens_Bt, placement, document_ids = stack.config, given.tokens_Bt, given.placement, given.document_ids
-        new_tokens, stream_of_caller = chunk, stream
+        new_tokens, stream_of_caller, dtype = chunk, stream, self.model.dtype
         if cache is not None and chunk is None:
             new_tokens = cache.chunk(tokens_Bt.shape[1])
         if new_tokens is not None:
@@ -292,7 +292,6 @@ class Decoder(nn.Module):
         head_groups = 1 if stream is None else stream.head_groups
         cores = self._pass_cores(config, new_tokens)
         # Collective if ranks must agree on their plans.
-        dtype = self.model.dtype
         documents, plans = plan_layers(
             config,
             cores,

@@ -94,7 +94,8 @@ class CpuFlashKernel:
         if whole is not None:
             group, block = whole
             q, k, v = (_split(x, group) for x in (q_BtHD, k_BsKD[:, group.keys], v_BsKV[:, group.keys]))
-            return tuple(x.reshape(len(q_BtHD), -1, *x.shape[2:]) for x in op.forward_block(q, k, v, block))
+            out, lse = op.forward_block(q, k, v, block)
+            return _joined(out, len(q_BtHD)), _joined(lse, len(q_BtHD))
         shape = q_BtHD.shape[:-1] + v_BsKV.shape[-1:]
         # empty, not zeros: most rows belong to one row block, which writes its result there
         out = q_BtHD.new_empty(shape, dtype=accumulate_dtype(q_BtHD.dtype))
@@ -212,6 +213,11 @@ def _split(x: Tensor, group: SliceGroup) -> Tensor:
     return x[0].unflatten(0, (group.num_slices, -1))
 
 
+def _joined(x: Tensor, batch: int) -> Tensor:
+    """Return a batch of slices [N, r, …] as the rows [batch, N·r / batch, …] that ``_split`` took."""
+    return x.flatten(0, 1).unflatten(0, (batch, -1))
+
+
 def _blocks(group: SliceGroup, size: int) -> Iterator[RowBlock]:
     """Yield the row blocks of a group's first slice, counted from its first row and key."""
     first = group.first
@@ -288,12 +294,12 @@ class _Rows(NamedTuple):
     def of_group(self, group: SliceGroup) -> _Rows:
         """Return a group's rows, as a batch of its slices."""
         parts = (None if x is None else _split(x[:, group.queries], group) for x in self)
-        return _Rows(*parts)  # type: ignore[arg-type]
+        return _Rows._make(parts)
 
     def part(self, rows: slice, heads: slice) -> _Rows:
         """Return some rows and heads."""
         parts = (None if x is None else x[:, rows, heads] for x in self)
-        return _Rows(*parts)  # type: ignore[arg-type]
+        return _Rows._make(parts)
 
 
 class _Op(NamedTuple):
@@ -385,11 +391,12 @@ class _Op(NamedTuple):
         found = []
         for group, block in tiles:
             k, v = (_split(x[:, group.keys], group) for x in (k_BsKD, v_BsKV))
-            for _, *of_tile in self.gradients(rows.of_group(group), k, v, block):
-                found.append([x.reshape(len(k_BsKD), -1, *x.shape[2:]) for x in of_tile])
-        if len(found) == 1:
-            return Gradients(*found[0])
-        return Gradients(*(torch.cat(parts, 1) for parts in zip(*found, strict=True)))
+            for _, dq, dk, dv in self.gradients(rows.of_group(group), k, v, block):
+                found.append([_joined(x, len(k_BsKD)) for x in (dq, dk, dv)])
+        dq, dk, dv = found[0]
+        if len(found) > 1:
+            dq, dk, dv = (torch.cat([of_tile[side] for of_tile in found], 1) for side in range(3))
+        return Gradients(dq, dk, dv)
 
     def to_op_layout(self, x_BsHX: Tensor, num_queries: int, rows: slice = slice(None)) -> Tensor:
         """Convert rows to the op's layout: [B, H, rows, size], the smaller head size padded with zeros.

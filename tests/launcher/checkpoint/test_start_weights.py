@@ -243,5 +243,5 @@ def test_colours_have_no_channels_but_as_many_pixels(tmp_path):
     start = {"run.start_from": tmp_path / "c", "data.seq_len": 128}
     other = {"image.channels": 3, "image.height": 5, "image.width": 3}
     assert config_of(tmp_path, tmp_path / "run", other, start).model.image.channels == 3
-    with pytest.raises(ConfigError, match="model.max_positions: checkpoint 15, run 16"):
+    with pytest.raises(ConfigError, match=r"model\.max_positions: checkpoint 15, run 16"):
         config_of(tmp_path, tmp_path / "run", {"image.height": 4, "image.width": 4, "max_positions": 16}, start)

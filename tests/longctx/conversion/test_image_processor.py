@@ -129,11 +129,12 @@ class TestNormalization:
         assert model_config(CheckpointReader(tmp_path / "ours")).image.mean == (0.485, 0.456, 0.406)
 
 
-class TestClasses:
-    NAMES = {str(n): name for n, name in enumerate(["Katze", "犬", "crane", "crane", "a\nb", "LABEL_4", "x" * 400])}
+_NAMES = {str(n): name for n, name in enumerate(["Katze", "犬", "crane", "crane", "a\nb", "LABEL_4", "x" * 400])}
 
+
+class TestClasses:
     def test_names_become_the_format_of_images_and_come_back(self, tmp_path, caplog):
-        folder = folder_of("vit", tmp_path / "hf", id2label=self.NAMES)
+        folder = folder_of("vit", tmp_path / "hf", id2label=_NAMES)
         import_hf(folder, tmp_path / "ours", verify="none")
         found = load_tokenizer(tmp_path / "ours").format
         assert (found.shape, found.palette) == ((12, 20, 3), ())

@@ -73,7 +73,9 @@ def test_a_shared_context_is_read_once(monkeypatch):
     decoder = build("grouped")
     counted = []
     forward = decoder.model.forward
-    monkeypatch.setattr(decoder.model, "forward", lambda x, *a, **k: counted.append(x.tokens_Bt.numel()) or forward(x, *a, **k))
+    monkeypatch.setattr(
+        decoder.model, "forward", lambda x, *a, **k: counted.append(x.tokens_Bt.numel()) or forward(x, *a, **k)
+    )
     score_after_context(decoder, ids_of(40), [[1, 2], [3], [4, 5, 6]], chunk_tokens=16)
     assert sum(counted) == 40 + 1 + 2
 
