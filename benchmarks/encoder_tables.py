@@ -87,4 +87,6 @@ def _further(row: dict[str, Any]) -> str:
     if "probe" not in row:
         return "–"
     probe, tuned = row["probe"], row["tuned"]
-    return f"{100 * probe['accuracy']:.1f} % by a probe on layer {probe['layer']}, {100 * tuned['accuracy']:.1f} % tuned"
+    return (
+        f"{100 * probe['accuracy']:.1f} % by a probe on layer {probe['layer']}, {100 * tuned['accuracy']:.1f} % tuned"
+    )
