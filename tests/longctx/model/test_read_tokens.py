@@ -49,7 +49,7 @@ def test_some_tokens_are_those_of_all(name, keep, chunk_tokens):
 
 
 def test_a_rank_may_read_none():
-    config = vit_config(**DENSE)
+    config = vit_config(**MODELS["dense"])
     decoder = Decoder(config)
     found = hidden_states(decoder, image_stream(config, 2)[0], read=torch.tensor([], dtype=torch.int64))
     assert found.shape == (1, 0, config.hidden_size)
