@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.encoder import encoder_run, num_source_tokens
 from launcher.plan.parameters import num_ffn_parameters, num_layer_parameters
+from launcher.plan.stages import stage_runs
 from launcher.plan.token_bytes import FLOAT32, TokenBytes
 from launcher.plan.workspace import BackwardCall, backward_workspace, expected_kernel
 from longctx.architecture.layer_specs import groups_of, layer_specs
 from longctx.architecture.mixers.gated_delta_mixer import GatedDeltaMixer
 from longctx.architecture.mixers.softmax_mixer import SoftmaxMixer
+from longctx.architecture.model_rules import GATED
 from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import TILE_ELEMENTS, tokens_of_chunk
 from longctx.model.chunks.token_table import SUMMED_VALUES, is_summed_by_rows
@@ -46,11 +48,37 @@ def activations(
 
     ``num_documents`` counts the documents with tokens on this rank.
     """
+    stages = stage_runs(config)
+    if len(stages) > 1:
+        layers = [
+            _Layers(stage, tokens // 4**number, ring, device_type, num_documents) for number, stage in enumerate(stages)
+        ]
+        return _of_stages(layers)
     own = _Layers(config, tokens, ring, device_type, num_documents).activations()
     of_source = encoder_run(config)
     if of_source is None:
         return own
     return _with_encoder(own, _Layers(of_source, num_source_tokens(config), ring, device_type, num_documents), config)
+
+
+def _of_stages(stages: list[_Layers]) -> Activations:
+    """Sum the stages of a hierarchical image model: backward frees them one after the other, the last one first."""
+    kept = on_host = on_disk = 0
+    peaks = []
+    for number, stage in enumerate(stages):
+        on_device, of_host, of_disk, stream = stage.split_by_store()
+        # Indices of rows that stay on the rank, on the way to shifted windows and back.
+        kept += stage.tokens * (sum(on_device) + 32)
+        on_host, on_disk = on_host + stage.tokens * of_host, on_disk + stage.tokens * of_disk
+        if not number:
+            # The first norm's input.
+            kept += stage.shared_of_step() + stage.tokens * stage.x
+        if number < len(stages) - 1:
+            # Between two stages, a merging saves the moved patches and the normed ones.
+            stream = 2 * stage.x
+        kept += stage.tokens * stream
+        peaks += [kept + point for layer in stage.per_kind() for point in stage.points(layer)]
+    return Activations(kept=kept, kept_on_host=on_host, kept_on_disk=on_disk, passing=max(0, max(peaks) - kept))
 
 
 def _with_encoder(decoder: Activations, encoder: _Layers, config: ResolvedConfig) -> Activations:
@@ -88,7 +116,7 @@ class _Layers(TokenBytes):
         heads, weights = 1 + model.mtp_layers, model.head_rows * model.embedding_dim
         by_rows = sums_head_by_rows(self.config, model)
         head = 0 if by_rows else heads * weights * FLOAT32
-        shared = self._shared()
+        shared = self.shared_of_step()
         kept = shared + self._under_way()
         if model.num_experts:
             # The current layer's expert choices and gates, and their order.
@@ -113,7 +141,7 @@ class _Layers(TokenBytes):
             # logits.
             rows = self.chunk() * SUMMED_VALUES // model.embedding_dim
             peaks.append(kept + min(2, heads) * weights * self.width + (SUMMED_VALUES + 2 * rows) * FLOAT32)
-        peaks += [below + point for layer in self._per_kind() for point in self.points(layer)]
+        peaks += [below + point for layer in self.per_kind() for point in self.points(layer)]
         peaks.append(shared + self._embeddings())
         return Activations(
             kept=kept,
@@ -124,12 +152,13 @@ class _Layers(TokenBytes):
 
     def kept_of_layers(self) -> tuple[int, int, int]:
         """Return bytes for all layers without a head: on the device, on the host, and on disk."""
-        model = self.model
-        on_device, on_host, on_disk, stream = self._split_by_store(
-            [self.kept_of(layer) for layer in range(model.num_layers)]
-        )
-        on_device_now = self.tokens * (sum(on_device) + stream) + self._shared()
+        on_device, on_host, on_disk, stream = self.split_by_store()
+        on_device_now = self.tokens * (sum(on_device) + stream) + self.shared_of_step()
         return on_device_now, self.tokens * on_host, self.tokens * on_disk
+
+    def split_by_store(self) -> tuple[list[int], int, int, int]:
+        """Split all layers' bytes per token into device, host and disk; return also the residual stream's bytes."""
+        return self._split_by_store([self.kept_of(layer) for layer in range(self.model.num_layers)])
 
     def points(self, layer: int) -> list[int]:
         """Return bytes at the points in a layer's backward that may be the peak."""
@@ -140,19 +169,25 @@ class _Layers(TokenBytes):
         if self.config.train.keep != "all":
             # Recomputation saves the inputs to both norms, attention and FFN, and queries, keys and values.
             again = 3 * self.x + self.before_core(layer) + core.output_saved
-        if self.config.train.keep == "inputs":
-            again += core.out + core.lse
+        result = 0
+        if self.config.train.keep == "inputs" or (self.config.train.keep == "attention" and self.is_window(layer)):
+            result = core.out + core.lse
+        again += result
         ffn = self.tokens * again + self._ffn(layer, self.tokens)
         if model.has_experts(layer):
             ffn += self.tokens * self.x
         # By then the FFN's inputs are freed, and so are plain copies of queries, keys and values.
         norms = self.before_core(layer) - core.q - core.kv
         attention = self.tokens * (self.x + norms + self._core_backward(layer))
+        if not self.is_window(layer):
+            attention += self.tokens * result
         if self.config.train.keep == "all":
             # Saved activations in ``below`` that are freed by then or counted again here.
             attention -= self.tokens * (
                 2 * self.x + self.saved_of_ffn(layer) + self.before_core(layer) + core.output_saved
             )
+            if self.is_window(layer):
+                attention -= self.tokens * core.lse
         return [ffn, attention]
 
     def _core_backward(self, layer: int, groups: tuple[int, int] = (1, 1)) -> int:
@@ -164,6 +199,10 @@ class _Layers(TokenBytes):
         if self.is_delta(layer):
             # Inputs, their gradients and the output's; values recomputed per chunk group do not grow with the tokens.
             return 2 * (core.q + core.kv + core.out)
+        if self.is_window(layer):
+            # The softmax with its gradients before and after it in float32, and one of them rounded.
+            scores = core.lse // (FLOAT32 + self.width)
+            return core.q + core.kv + 2 * core.out + scores * (3 * FLOAT32 + self.width)
         # The factors below match ring traces: a middle rank has more keys in flight, the last rank more queries at
         # once.
         heads, keys, model = core.q + core.out, core.kv, self.model
@@ -230,9 +269,12 @@ class _Layers(TokenBytes):
             key_heads = self.model.num_heads
         return groups_of(self.model.num_heads, wanted), groups_of(key_heads, wanted)
 
-    def _shared(self) -> int:
-        """Return bytes for rotary tables, ids and positions, which all layers read."""
-        return self.tokens * (self.model.rotary_size * FLOAT32 + 32)
+    def shared_of_step(self) -> int:
+        """Return bytes for rotary tables, ids, positions and pixels, which stay for the full step."""
+        of_image = self.model.image.pixel_bytes
+        if self.model.classes:
+            of_image += 8  # labels
+        return self.tokens * (self.model.rotary_size * FLOAT32 + 32 + of_image)
 
     def _under_way(self) -> int:
         """Return bytes for the residual stream's last two chunks, still in transfer to the store after forward."""
@@ -250,9 +292,12 @@ class _Layers(TokenBytes):
         """Return the bytes that an FFN's backward adds to its normed input and its output's gradient."""
         model, width = self.model, self.width
         if not model.has_experts(layer):
-            factors = 3
-            if self.config.train.keep != "all" or self.chunked:
-                factors += self.inputs_of_activation()
+            saved, factors = 2, 5
+            if model.activation not in GATED:
+                # Input, output, and one gradient: the output's is read when the input's is written.
+                factors = 3
+            if self.config.train.keep == "all" and not self.chunked:
+                factors -= saved
             return factors * model.ffn_size * width * tokens + model.ffn_size * self.x
         return self._experts(tokens)
 
@@ -285,7 +330,7 @@ class _Layers(TokenBytes):
             return table + of_head + 2 * SUMMED_VALUES * FLOAT32 + self.chunk() * model.hidden_size * FLOAT32
         return table + of_head + self.tokens * self.x
 
-    def _per_kind(self) -> set[int]:
+    def per_kind(self) -> set[int]:
         """Return the first and the last layer, and one layer with each mixer."""
         specs = layer_specs(self.model)
         return {0, len(specs) - 1} | set({spec.mixer: n for n, spec in enumerate(specs)}.values())

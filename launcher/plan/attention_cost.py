@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -15,10 +15,13 @@ from launcher.config.config_sections import ParallelSection
 from launcher.plan.hardware import Hardware
 from launcher.plan.planned_world import World
 from longctx.architecture.layer_specs import mixers_of
+from longctx.architecture.mixers.image_window_mixer import ImageWindowMixer
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.attention.slices import K_START, K_STOP, LO, OPEN, Q_START, Q_STOP
+from longctx.model.attention.image_windows import PatchOrder, window_order
+from parallel.attention.context_parallel_image_windows import groups_of_rank, rows_of_rank
 from parallel.layout.sequence import SequenceLayout
 from parallel.schedule.attention_schedule import Schedule
 from parallel.schedule.bands import slice_areas
@@ -64,17 +67,25 @@ def attention_of_rank(
     model: ModelConfig, parallel: ParallelSection, width: int, world: World, rank: int, documents: PackedDocuments
 ) -> Attention:
     """Count a rank's attention FLOPs, received bytes and messages in all layers, forward; ``width`` is the itemsize."""
-    flops: dict[AttentionWork, float] = {}
-    within = afar = 0.0
-    messages = 0
+    layers: list[Attention] = []
     for mixer, count in mixers_of(model).items():
         one = _one_layer(model, mixer, parallel, width, world, rank, documents)
+        layers += [one] * count
+    return join_work(layers)
+
+
+def join_work(parts: Sequence[Attention]) -> Attention:
+    """Return the sum of several passes' work."""
+    flops: dict[AttentionWork, float] = {}
+    for one in parts:
         for part, of_part in one.flops.items():
-            flops[part] = flops.get(part, 0.0) + count * of_part
-        within += count * one.received_in_node
-        afar += count * one.received_from_afar
-        messages += count * one.messages
-    return Attention(flops, within, afar, messages)
+            flops[part] = flops.get(part, 0.0) + of_part
+    return Attention(
+        flops,
+        sum(one.received_in_node for one in parts),
+        sum(one.received_from_afar for one in parts),
+        sum(one.messages for one in parts),
+    )
 
 
 def _one_layer(
@@ -86,6 +97,8 @@ def _one_layer(
     rank: int,
     documents: PackedDocuments,
 ) -> Attention:
+    if isinstance(mixer, ImageWindowMixer):
+        return _in_windows(model, mixer, parallel, width, world, rank, documents)
     if parallel.context == 1 or mixer.lookback_tokens == 0:
         # The states passed between ranks are small.
         return Attention(_of_documents(model, mixer, documents.lengths, parallel.context))
@@ -105,6 +118,45 @@ def _one_layer(
         received_from_afar=afar * row,
         messages=2 * (ring - 1),
     )
+
+
+def _in_windows(
+    model: ModelConfig,
+    mixer: ImageWindowMixer,
+    parallel: ParallelSection,
+    width: int,
+    world: World,
+    rank: int,
+    documents: PackedDocuments,
+) -> Attention:
+    """Count a rank's windows, and the rows that it receives for shifted ones."""
+    rank %= parallel.context
+    shifted = window_order(mixer, documents.num_tokens // (mixer.rows * mixer.columns))
+    windows = groups_of_rank(shifted, rank, parallel.context)
+    flops = mixer.flops(model, [len(windows) * shifted.group])
+    found = {AttentionWork("window", mixer.side**2): float(flops)}
+    if parallel.context == 1 or not mixer.shift:
+        return Attention(found)
+    # Queries, keys and values move to the shifted windows' ranks, and outputs back.
+    plain = replace(shifted, shift=0)
+    values = model.num_heads * model.head_dim * width
+    in_node, afar = 0.0, 0.0
+    for source, target, tensors in ((plain, shifted, 3), (shifted, plain, 1)):
+        near, far = _rows_moved(source, target, rank, parallel.context, world.ranks_per_node)
+        in_node, afar = in_node + tensors * near * values, afar + tensors * far * values
+    return Attention(found, received_in_node=in_node, received_from_afar=afar, messages=2)
+
+
+@cache
+def _rows_moved(source: PatchOrder, target: PatchOrder, rank: int, degree: int, ranks_per_node: int) -> tuple[int, int]:
+    """Return the rows that a rank receives when tokens change their order, from its own node and from others."""
+    own, node, tokens = target.indices()[rows_of_rank(target, rank, degree)], rank // ranks_per_node, source.indices()
+    owners = np.empty(len(tokens), np.int32)
+    for other in range(degree):
+        owners[tokens[rows_of_rank(source, other, degree)]] = other
+    from_others = owners[own][owners[own] != rank]
+    near = int((from_others // ranks_per_node == node).sum())
+    return near, len(from_others) - near
 
 
 def _of_documents(model: ModelConfig, mixer: Mixer, lengths: Sequence[int], ranks: int) -> dict[AttentionWork, float]:

@@ -17,8 +17,9 @@ from launcher.config.resolved import ResolvedConfig
 from launcher.plan.activations import sums_head_by_rows
 from launcher.plan.encoder import num_source_tokens
 from launcher.plan.hardware import Hardware
-from launcher.plan.parameters import build_shapes, num_layer_parameters
+from launcher.plan.parameters import blocks_of, build_shapes, num_layer_parameters
 from launcher.plan.rates import Rate
+from launcher.plan.stages import stage_runs
 from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import tokens_of_chunk
 from longctx.model.experts.expert_blocks import BLOCK_TOKENS
@@ -62,14 +63,19 @@ def matmul_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, h
 
     ``has_head`` is False for an encoder that accompanies a decoder.
     """
+    stages = stage_runs(config)
+    if len(stages) > 1:
+        return _matmul_seconds_of_stages(config, stages, tokens, hardware)
     chunk = min(config.train.chunk_tokens or tokens, tokens)
     total, chosen = 0.0, config.model.experts_per_token
     most_of_expert = BLOCK_TOKENS if hardware.device_type == "cpu" else math.inf
-    stack = build_shapes(config).model
+    blocks = blocks_of(config)
     # With shared weights, each block runs once per layer.
-    uses = config.model.num_layers // len(stack.layers)
-    weights = Counter({weight: uses * count for weight, count in weights_in(stack.layers).items()})
-    for weight, count in (weights + weights_in(stack.mtp)).items():
+    uses = config.model.num_layers // len(blocks)
+    weights = Counter({weight: uses * count for weight, count in weights_in(blocks).items()})
+    if config.model.mtp_layers:
+        weights += weights_in(build_shapes(config).model.mtp)
+    for weight, count in weights.items():
         rows, at_once = float(tokens), float(chunk)
         if weight.num_experts:
             # Balanced load: local experts serve tokens from this rank and from the ranks that share its experts.
@@ -91,6 +97,23 @@ def matmul_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, h
         total += (1 + model.mtp_layers) * _seconds(config, hardware, head, rows, at_once, forwards)
     for weight, share in embedding_projections(model, config.head_share).items():
         total += _seconds(config, hardware, weight, share * tokens, share * tokens, 1)
+    return total
+
+
+def _matmul_seconds_of_stages(
+    config: ResolvedConfig, stages: list[ResolvedConfig], tokens: int, hardware: Hardware
+) -> float:
+    """Compute matmul seconds for a model with stages: blocks, merged patches and the patch projection."""
+    total = 0.0
+    for weight, share in embedding_projections(config.model.config(), 1.0).items():
+        total += _seconds(config, hardware, weight, share * tokens, share * tokens, 1)
+    for number, stage in enumerate(stages):
+        rows = float(tokens // 4**number)
+        total += matmul_seconds(stage, int(rows), hardware, has_head=False)
+        if number:
+            width = stage.model.hidden_size
+            # Four patches of half the width.
+            total += _seconds(config, hardware, MatmulWeight(width, 2 * width), rows, rows, 1)
     return total
 
 
@@ -155,7 +178,13 @@ class _Tokens:
 
 def elementwise_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, has_head: bool = True) -> float:
     """Compute seconds for norms, rotation, activations, sums, routing, and the loss between its matmuls."""
-    train, model = config.train, config.model.config()
+    train, model, stages = config.train, config.model.config(), stage_runs(config)
+    if len(stages) > 1:
+        shares = [max(1, tokens // 4**number) for number in range(len(stages))]
+        return sum(
+            elementwise_seconds(stage, share, hardware, has_head=not number)
+            for number, (stage, share) in enumerate(zip(stages, shares, strict=True))
+        )
     of_tokens = _Tokens(config, model, hardware, tokens, min(config.train.chunk_tokens or tokens, tokens))
     of_experts = sum(map(model.has_experts, range(model.depth)))
     total = model.depth * _attention_seconds(of_tokens)
@@ -167,6 +196,9 @@ def elementwise_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware,
         # From logits to their gradient: five passes in float32.
         logits = float(_FLOAT32 * tokens * model.head_rows)
         total += 5 * (1 + model.mtp_layers) * logits / hardware.loss_bandwidth.at(train.dtype, bytes=max(1.0, logits))
+        # Pixels are normalized in float32, forward and backward: four passes each, and rounded.
+        factor = _FLOAT32 / config.dtype.itemsize
+        total += of_tokens.seconds(hardware.memory_bandwidth, 10 * factor, model.image.pixel_bytes)
     return total + _weight_sum_seconds(config, tokens, hardware)
 
 
@@ -224,7 +256,7 @@ def _weight_sum_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware)
     if not config.train.chunk_tokens:
         return 0.0
     chunks, parameters = -(-tokens // config.train.chunk_tokens), num_layer_parameters(config)
-    uses = config.model.num_layers // len(build_shapes(config).model.layers)
+    uses = config.model.num_layers // len(blocks_of(config))
     moved = uses * chunks * parameters * (2.0 * config.dtype.itemsize + 2 * _FLOAT32)
     # A layer has about seven matrices; the rate depends on bytes per tensor.
     of_tensor = parameters / (7 * config.model.num_layers) * _FLOAT32

@@ -13,6 +13,7 @@ from launcher.plan.encoder import encoder_run
 from launcher.plan.muon_cost import num_orthogonal
 from launcher.plan.parameters import build_shapes
 from launcher.plan.planned_world import World
+from launcher.plan.stages import stage_runs
 from launcher.wording import format_count
 from longctx.architecture.model_rules import GATED
 from longctx.architecture.size import count_parameters
@@ -164,8 +165,10 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
 
 
 def _activation_bytes(config: ResolvedConfig, model: ModelConfig) -> int:
-    """Return bytes saved by all encoder and decoder blocks, for this rank's tokens in a micro-batch."""
-    total, encoder = _saved_by_blocks(config, model), encoder_run(config)
+    """Return bytes saved by the blocks of all stages and the encoder, for this rank's tokens in a micro-batch."""
+    total, encoder = 0, encoder_run(config)
+    for stage in stage_runs(config):
+        total += _saved_by_blocks(stage, stage.model.config())
     if encoder is not None:
         total += _saved_by_blocks(encoder, encoder.model.config())
     return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ def num_parameters(config: ResolvedConfig) -> int:
 
 def num_layer_parameters(config: ResolvedConfig, layer: int | None = None) -> int:
     """Count parameters in one layer, or in all layers, excluding embedding, last norm and output head."""
-    layers = build_shapes(config).model.layers
+    layers = blocks_of(config)
     if layer is None:
         return _count(layers)
     return _count(layers[layer % len(layers)])
@@ -49,8 +50,19 @@ def num_layer_parameters(config: ResolvedConfig, layer: int | None = None) -> in
 
 def num_ffn_parameters(config: ResolvedConfig, layer: int) -> int:
     """Count parameters in a layer's FFN or experts."""
-    layers = build_shapes(config).model.layers
-    return _count(layers[layer % len(layers)].mlp)
+    layers = blocks_of(config)
+    block: Any = layers[layer % len(layers)]
+    return _count(block.mlp)
+
+
+def blocks_of(config: ResolvedConfig) -> nn.ModuleList:
+    """Return the model's blocks, over all stages."""
+    return _blocks(build_shapes(config))
+
+
+@cache
+def _blocks(decoder: Decoder) -> nn.ModuleList:
+    return nn.ModuleList(decoder.model.layers)
 
 
 @cache

@@ -13,7 +13,7 @@ from math import comb, sqrt
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.activations import Activations
-from launcher.plan.attention_cost import Attention, AttentionWork, attention_of_rank
+from launcher.plan.attention_cost import Attention, AttentionWork, attention_of_rank, join_work
 from launcher.plan.compute_cost import elementwise_seconds, matmul_seconds
 from launcher.plan.encoder import encoder_run, source_documents
 from launcher.plan.hardware import Hardware
@@ -22,6 +22,7 @@ from launcher.plan.muon_cost import muon_seconds
 from launcher.plan.parameters import num_parameters
 from launcher.plan.planned_world import RankKind, World
 from launcher.plan.rates import Rate
+from launcher.plan.stages import stage_documents, stage_runs
 from launcher.plan.workspace import expected_kernel
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
@@ -73,7 +74,7 @@ def step_seconds(
     tokens = documents.num_tokens // config.parallel.context
     forwards = _forwards(config)
     matmuls = matmul_seconds(config, tokens, hardware)
-    attention = attention_of_rank(model, config.parallel, config.dtype.itemsize, world, kind.rank, documents)
+    attention = attention_of_stages(config, world, kind.rank, documents)
     kernel = expected_kernel(config, hardware.device_type)
     forward, backward = attention.seconds(model, config.train.dtype, hardware, kernel)
     elementwise = elementwise_seconds(config, tokens, hardware)
@@ -108,6 +109,14 @@ def step_seconds(
         optimizer=optimizer,
         host=_host_seconds(config, tokens, accumulation, hardware),
     )
+
+
+def attention_of_stages(config: ResolvedConfig, world: World, rank: int, documents: PackedDocuments) -> Attention:
+    """Count a rank's attention work in one forward pass, over all stages of a hierarchical image model."""
+    width, parts = config.dtype.itemsize, []
+    for stage, of_stage in zip(stage_runs(config), stage_documents(config, documents), strict=True):
+        parts.append(attention_of_rank(stage.model.config(), stage.parallel, width, world, rank, of_stage))
+    return join_work(parts)
 
 
 def _encoder_seconds(
@@ -191,7 +200,8 @@ def _ulysses_seconds(
 ) -> float:
     """Return seconds for exchanging heads for rows and back: forward, backward, and recomputed projections."""
     ulysses = config.parallel.ulysses
-    if ulysses == 1:
+    # Windows are divided between all ranks, and no heads.
+    if ulysses == 1 or model.image.window:
         return 0.0
     tokens = documents.num_tokens // config.parallel.context
     row = model.num_heads * (model.head_dim + model.value_dim) + 2 * model.num_kv_heads * model.head_dim

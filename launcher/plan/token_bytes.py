@@ -10,6 +10,7 @@ from typing import NamedTuple
 from launcher.config.resolved import ResolvedConfig
 from longctx.architecture.layer_specs import layer_specs
 from longctx.architecture.mixers.gated_delta_mixer import GatedDeltaMixer, KimiDeltaMixer
+from longctx.architecture.mixers.image_window_mixer import ImageWindowMixer
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.mixers.softmax_mixer import SoftmaxMixer
 from longctx.architecture.model_rules import GATED
@@ -82,6 +83,9 @@ class TokenBytes:
     def core(self, layer: int) -> CoreBytes:
         """Return a layer's core bytes."""
         mixer = layer_specs(self.model)[layer].mixer
+        if isinstance(mixer, ImageWindowMixer):
+            # A softmax in float32 and rounded, over the patches in a window.
+            return self.attention._replace(lse=self.model.num_heads * mixer.side**2 * (FLOAT32 + self.width))
         if isinstance(mixer, GatedDeltaMixer):
             return _delta_core(self.model, mixer, self.width)
         if isinstance(mixer, SoftmaxMixer) and mixer.has_own_heads:
@@ -94,9 +98,18 @@ class TokenBytes:
         """Return True if the layer passes a recurrent state on."""
         return isinstance(layer_specs(self.model)[layer].mixer, GatedDeltaMixer)
 
+    def is_window(self, layer: int) -> bool:
+        """Return True if the layer attends in windows of patches, and recomputes their scores."""
+        return isinstance(layer_specs(self.model)[layer].mixer, ImageWindowMixer)
+
     def kept_of(self, layer: int) -> int:
         """Return the bytes that a layer's forward saves for backward."""
         keep, model, core = self.config.train.keep, self.model, self.core(layer)
+        if self.is_window(layer):
+            # Nothing that attention needs in backward is kept, only what chunks pass on.
+            core = core._replace(lse=core.lse if keep == "all" and not self.chunked else 0)
+            if keep == "attention" and not self.chunked:
+                return self.x
         routing = 0
         if model.has_experts(layer):
             routing = self.routing()
@@ -143,7 +156,8 @@ class TokenBytes:
     def saved_of_ffn(self, layer: int) -> int:
         model, width = self.model, self.width
         if not model.has_experts(layer):
-            return self.inputs_of_activation() * model.ffn_size * width
+            # Gate and up projection, or a plain activation's input and output.
+            return 2 * model.ffn_size * width
         saved = self.inputs_of_activation() * model.shared_ffn_size * width
         per_token = model.experts_per_token * width
         inner_values = self.inputs_of_activation() * model.expert_ffn_size

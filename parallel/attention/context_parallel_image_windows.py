@@ -40,11 +40,7 @@ class ContextParallelImageWindows(CoreOverRanks, ImageWindowCore):
         return partial(self._relayout(source, target, placement).move_all, dim=1)
 
     def local_groups(self, order: PatchOrder) -> range:
-        return self._groups_of(order, self.mesh.context_rank)
-
-    def _groups_of(self, order: PatchOrder, rank: int) -> range:
-        count, degree = order.images * order.tokens_per_image // order.group, self.mesh.context
-        return range(rank * count // degree, (rank + 1) * count // degree)
+        return groups_of_rank(order, self.mesh.context_rank, self.mesh.context)
 
     def _relayout(self, source: PatchOrder, target: PatchOrder, placement: Any) -> Relayout:
         key = source, target, placement
@@ -65,8 +61,18 @@ class ContextParallelImageWindows(CoreOverRanks, ImageWindowCore):
                 self.layout, num_tokens, self.mesh.context, None, self.mesh.ulysses, causal=False
             )
             return TokenPlacement.of_layout(layout)
-        tokens, parts = order.indices(), []
-        for rank in range(self.mesh.context):
-            groups = self._groups_of(order, rank)
-            parts.append(tokens[groups.start * order.group : groups.stop * order.group])
+        tokens, degree = order.indices(), self.mesh.context
+        parts = [tokens[rows_of_rank(order, rank, degree)] for rank in range(degree)]
         return TokenPlacement.build(parts, len(tokens))
+
+
+def groups_of_rank(order: PatchOrder, rank: int, degree: int) -> range:
+    """Return one rank's groups out of ``degree``."""
+    count = order.images * order.tokens_per_image // order.group
+    return range(rank * count // degree, (rank + 1) * count // degree)
+
+
+def rows_of_rank(order: PatchOrder, rank: int, degree: int) -> slice:
+    """Return where one rank's tokens are in an order."""
+    groups = groups_of_rank(order, rank, degree)
+    return slice(groups.start * order.group, groups.stop * order.group)
