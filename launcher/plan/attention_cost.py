@@ -147,6 +147,28 @@ def _in_windows(
     return Attention(found, received_in_node=in_node, received_from_afar=afar, messages=2)
 
 
+def merging_of_rank(
+    model: ModelConfig,
+    following: ModelConfig,
+    parallel: ParallelSection,
+    width: int,
+    world: World,
+    rank: int,
+    images: int,
+) -> Attention:
+    """Count the rows that a rank receives when a stage's patches are merged for the ``following`` stage."""
+    if parallel.context == 1:
+        return Attention({})
+    (mixer, *_), (next_mixer, *_) = mixers_of(model), mixers_of(following)
+    assert isinstance(mixer, ImageWindowMixer)
+    assert isinstance(next_mixer, ImageWindowMixer)
+    source = replace(window_order(mixer, images), shift=0)
+    target = PatchOrder(images, mixer.rows, mixer.columns, "merge", next_mixer.side)
+    near, far = _rows_moved(source, target, rank % parallel.context, parallel.context, world.ranks_per_node)
+    row = model.hidden_size * width
+    return Attention({}, received_in_node=near * row, received_from_afar=far * row, messages=1)
+
+
 @cache
 def _rows_moved(source: PatchOrder, target: PatchOrder, rank: int, degree: int, ranks_per_node: int) -> tuple[int, int]:
     """Return the rows that a rank receives when tokens change their order, from its own node and from others."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import comb, sqrt
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.activations import Activations
-from launcher.plan.attention_cost import Attention, AttentionWork, attention_of_rank, join_work
+from launcher.plan.attention_cost import Attention, AttentionWork, attention_of_rank, join_work, merging_of_rank
 from launcher.plan.compute_cost import elementwise_seconds, matmul_seconds
 from launcher.plan.encoder import encoder_run, source_documents
 from launcher.plan.hardware import Hardware
@@ -112,10 +113,17 @@ def step_seconds(
 
 
 def attention_of_stages(config: ResolvedConfig, world: World, rank: int, documents: PackedDocuments) -> Attention:
-    """Count a rank's attention work in one forward pass, over all stages of a hierarchical image model."""
-    width, parts = config.dtype.itemsize, []
-    for stage, of_stage in zip(stage_runs(config), stage_documents(config, documents), strict=True):
-        parts.append(attention_of_rank(stage.model.config(), stage.parallel, width, world, rank, of_stage))
+    """Count a rank's attention work in one forward pass, over all stages of a hierarchical image model.
+
+    Between stages, patches move to the ranks that merge them.
+    """
+    width, models = config.dtype.itemsize, [stage.model.config() for stage in stage_runs(config)]
+    parts = []
+    for model, of_stage in zip(models, stage_documents(config, documents), strict=True):
+        parts.append(attention_of_rank(model, config.parallel, width, world, rank, of_stage))
+    images = documents.num_tokens // max(1, config.model.image.num_tokens)
+    for model, following in pairwise(models):
+        parts.append(merging_of_rank(model, following, config.parallel, width, world, rank, images))
     return join_work(parts)
 
 
