@@ -296,6 +296,8 @@ class _Layers(TokenBytes):
             if model.activation not in GATED:
                 # Input, output, and one gradient: the output's is read when the input's is written.
                 factors = 3
+            if model.activation == "relu":
+                saved = 1
             if self.config.train.keep == "all" and not self.chunked:
                 factors -= saved
             return factors * model.ffn_size * width * tokens + model.ffn_size * self.x

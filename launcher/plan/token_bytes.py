@@ -156,8 +156,8 @@ class TokenBytes:
     def saved_of_ffn(self, layer: int) -> int:
         model, width = self.model, self.width
         if not model.has_experts(layer):
-            # Gate and up projection, or a plain activation's input and output.
-            return 2 * model.ffn_size * width
+            # Gate and up projection, or a plain activation's input and output; ReLU's backward reads the output alone.
+            return (1 if model.activation == "relu" else 2) * model.ffn_size * width
         saved = self.inputs_of_activation() * model.shared_ffn_size * width
         per_token = model.experts_per_token * width
         inner_values = self.inputs_of_activation() * model.expert_ffn_size
