@@ -65,6 +65,7 @@ SEPARATE = {
 SCRIPTS = {
     "faults": "the fault suite as a table, some forty minutes; `make faults` has its tests and their verdict",
     "plan_bytes": "needs PyTorch's CUDA build; up to ten minutes for each of twelve traces",
+    "image_plan": "needs PyTorch's CUDA build; a minute or two for each of eight traces",
     "scale": "costs that grow up to 4,096 ranks; a page of results and exponents, for readers",
     "degrees": "rows side by side, on a corpus that is named; it ends with 1 where work is uneven",
     "layouts": "imbalance and rows received, on a corpus that is named",

@@ -52,3 +52,16 @@ def of_bytes(result: dict[str, Any]) -> Table:
             cells += [f"{traced / 2**30:,.1f} GiB", f"{planned / 2**30:,.1f} GiB", f"{planned / traced - 1:+.1%}"]
         rows.append((row["name"], layers, *cells))
     return head, rows
+
+
+def of_images(result: dict[str, Any]) -> Table:
+    """Return KiB per token of models of images and a decoder, traced and planned, and the busiest rank's work."""
+    head = ("model", "settings", "KiB per token", "planned", "on the host", "work over mean")
+    rows = []
+    for row in result["rows"]:
+        traced = row["kib_per_token"]
+        unit = (row["kept"] + row["passing"]) / traced
+        planned = (row["planned"]["kept"] + row["planned"]["passing"]) / unit
+        figures = f"{traced:.1f}", f"{planned:.1f}", f"{row['kept_on_host'] / unit:.1f}", f"{row['work_over_mean']:.4f}"
+        rows.append((row["model"], row["way"], *figures))
+    return head, rows

@@ -413,6 +413,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "scale-files": ("scale", scale.table_of(scale.FILES)),
     "scale-start": ("scale", scale.table_of(scale.START)),
     "plan-bytes": ("plan_bytes", lambda result: markdown(*plan_tables.of_bytes(result))),
+    "image-plan": ("image_plan", lambda result: markdown(*plan_tables.of_images(result))),
     "plan-memory": ("plan_memory", lambda result: markdown(*plan_tables.of_memory(result))),
     "plan-seconds": ("plan_seconds", lambda result: markdown(*plan_tables.of_seconds(result))),
     "start-memory": ("start_memory", lambda result: markdown(*run_tables.of_starts(result))),

@@ -53,7 +53,7 @@ def plan(
         ranks: Ranks in the run; default: those in run.hostfile if it names a file, otherwise the fewest that the
             degrees allow.
         ranks_per_node: Ranks per machine; default: those in the hostfile, otherwise 8.
-        document_tokens: Length of the documents packed into rows; 0 means one document per row.
+        document_tokens: Length of the documents packed into rows; 0 means one document per row. Images have their own.
         capability: With --trace, the compute capability for which kernels are chosen.
         device: Hardware to plan for: h100, h200, b200, cpu (an assumed core), measured (written by `measure` into the
             working folder), or a file like those profiles.

@@ -292,12 +292,12 @@ class _Layers(TokenBytes):
         """Return the bytes that an FFN's backward adds to its normed input and its output's gradient."""
         model, width = self.model, self.width
         if not model.has_experts(layer):
-            saved, factors = 2, 5
+            factors = 5
             if model.activation not in GATED:
                 # Input, output, and one gradient: the output's is read when the input's is written.
                 factors = 3
             if self.config.train.keep == "all" and not self.chunked:
-                factors -= saved
+                factors -= self.saved_of_activation()
             return factors * model.ffn_size * width * tokens + model.ffn_size * self.x
         return self._experts(tokens)
 

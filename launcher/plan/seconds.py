@@ -115,7 +115,8 @@ def step_seconds(
 def attention_of_stages(config: ResolvedConfig, world: World, rank: int, documents: PackedDocuments) -> Attention:
     """Count a rank's attention work in one forward pass, over all stages of a hierarchical image model.
 
-    Between stages, patches move to the ranks that merge them.
+    Between stages, patches move to the ranks that merge them. The way from the batch's layout into windows, once per
+    pass, is not counted.
     """
     width, models = config.dtype.itemsize, [stage.model.config() for stage in stage_runs(config)]
     parts = []

@@ -156,8 +156,7 @@ class TokenBytes:
     def saved_of_ffn(self, layer: int) -> int:
         model, width = self.model, self.width
         if not model.has_experts(layer):
-            # Gate and up projection, or a plain activation's input and output.
-            return 2 * model.ffn_size * width
+            return self.saved_of_activation() * model.ffn_size * width
         saved = self.inputs_of_activation() * model.shared_ffn_size * width
         per_token = model.experts_per_token * width
         inner_values = self.inputs_of_activation() * model.expert_ffn_size
@@ -166,6 +165,13 @@ class TokenBytes:
         elif self.config.train.recompute_experts == "activation":
             saved += per_token * inner_values
         return saved
+
+    def saved_of_activation(self) -> int:
+        """Return how many tensors a dense FFN saves: gate and up projection, or a plain activation's input and output.
+
+        ReLU reads its own output in backward.
+        """
+        return 1 if self.model.activation == "relu" else 2
 
     def inputs_of_activation(self) -> int:
         if self.model.activation in GATED:

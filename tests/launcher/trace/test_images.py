@@ -28,6 +28,7 @@ SIZES = {
     "model.norm": "layernorm",
     "model.activation": "gelu",
     "parallel.context": 2,
+    "parallel.layout": "contiguous",
     "zero.stage": 2,
     "train.dtype": "bfloat16",
     "data.seq_len": TOKENS,
