@@ -58,6 +58,7 @@ SEPARATE = {
     "young_experts": "the quickstart's experts on five corpora, by part of the recipe; half an hour",
     "translation": "learning beside transformers, three seeds; needs LibreOffice's help pages; an hour",
     "pretraining": "learning of encoders beside transformers; needs LibreOffice's help pages; an hour",
+    "images": "learning of image models beside transformers, three seeds; needs Fashion-MNIST's files; two hours",
     "tuning": "needs TRL in an environment of its own ($LONGCTX_TRL_PYTHON); ten minutes",
     "plan_seconds": "ten training runs beside their plans, up to half an hour; needs a machine without other programs",
 }

@@ -1,4 +1,4 @@
-"""Tables for encoders and for pairs of sequences, compared with transformers: steps, written texts, and accuracy."""
+"""Tables for encoders, pairs of sequences and images, compared with transformers: steps, written texts, accuracy."""
 
 from __future__ import annotations
 
@@ -53,3 +53,40 @@ def of_pretraining(result: dict[str, Any]) -> Table:
             name, masked = f"{names[row['case']]}, {who}", f"{100 * last['masked_accuracy']:.1f} %"
             lines.append([name, str(row["seed"]), masked, *pairs, f"{last['cpu_seconds']:,.0f}"])
     return head, lines
+
+
+_IMAGES = {
+    "vit": "ViT, Fashion-MNIST",
+    "swin": "Swin, Fashion-MNIST",
+    "digits": "ViT, digits of 8 × 8",
+    "igpt": "Image GPT, Fashion-MNIST",
+}
+
+
+def of_images(result: dict[str, Any]) -> Table:
+    """Return test accuracy or bits per pixel by seed, CPU seconds per step, and results that only ours have."""
+    head = ["", "seed", "steps", "transformers", "ours", "CPU ms a step, theirs → ours", "ratio", "further, ours"]
+    lines = []
+    for row in result["rows"]:
+        results = [_image_result(row[who]) for who in ("transformers", "longctx")]
+        times = " → ".join(f"{1000 * row['cpu_seconds'][who]:,.0f}" for who in ("transformers", "longctx"))
+        line = [_IMAGES[row["case"]], str(row["seed"]), f"{row['steps']:,}", *results, times]
+        lines.append([*line, f"{row['time_ratio']:.2f} ×", _further(row)])
+    return head, lines
+
+
+def _image_result(found: dict[str, float]) -> str:
+    if "bits" in found:
+        return f"{found['bits']:.3f} bits"
+    return f"{100 * found['accuracy']:.1f} %"
+
+
+def _further(row: dict[str, Any]) -> str:
+    if "accuracy_at_56" in row:
+        return f"{100 * row['accuracy_at_56']:.1f} % at 56 × 56"
+    if "probe" not in row:
+        return "–"
+    probe, tuned = row["probe"], row["tuned"]
+    return (
+        f"{100 * probe['accuracy']:.1f} % by a probe on layer {probe['layer']}, {100 * tuned['accuracy']:.1f} % tuned"
+    )

@@ -10,7 +10,8 @@ order. Both take turns, step by step, in one loop on one thread: forward, backwa
 schedule, float32; neither uses a trainer. CPU seconds per step are medians, and ratios are medians over steps.
 
 Results are the accuracy on all test images, or bits per pixel. ``vit`` also reads the test images at 56 × 56, with
-interpolated positions and without training; ``igpt`` is fine-tuned with L_gen + L_clf, as many steps again.
+interpolated positions and without training; ``igpt`` gets a linear probe per layer, and is fine-tuned with
+L_gen + L_clf, as many steps again.
 
 ``--save`` writes ``benchmarks/results/KIND/images.json``, row by row, which keeps rows of other cases and seeds. Exit
 code 1 if a mean over seeds is outside its bound, 2 if data is missing for each of the cases.
@@ -57,8 +58,8 @@ DIGITS_FLAGS = {
     "model.image.height": 8, "model.image.width": 8, "model.image.patch": 2, "model.max_positions": 17,
     "data.seq_len": 1088, "train.tokens_per_step": 1088, "data.flip": "false",
 }  # fmt: skip
-TEST_DIGITS, TEST_PIXEL_ROWS = 360, 64
-"""Digits held out, and rows of eight images on which bits per pixel are measured."""
+TEST_DIGITS, TEST_PIXEL_ROWS, PROBE_ROWS = 360, 64, 250
+"""Digits held out, and rows of eight images on which bits per pixel, and linear probes, are measured."""
 TUNED = {"model.classes": 10, "model.class_pool": "mean", "train.class_weight": 1.0}
 LARGE = {
     "model.image.height": 56, "model.image.width": 56, "model.max_positions": 197, "data.seq_len": 12_608,
@@ -373,6 +374,26 @@ def test_large(task: Any, folders: Folders, size: Size, seed: int) -> float:
     return test_ours(task_of(reader, decoder), reader.held_out(folders.large))["accuracy"]
 
 
+@torch.no_grad()
+def probe(task: Any, reader: Reader) -> dict[str, float]:
+    """Return the accuracy of a linear classifier on the best layer's features, and that layer."""
+    from launcher.evaluation.image_probe import layer_features
+    from longctx.evaluation.linear_probe import fit_probe
+
+    labelled = Reader("igpt", reader.folders, Size(1, PROBE_ROWS), 0, TUNED)
+    sides = []
+    for folder in (reader.folders.train, reader.folders.test):
+        batches = list(labelled.held_out(folder))
+        features = zip(*(layer_features(task.network, batch) for batch in batches), strict=True)
+        labels = torch.cat([batch.labels[batch.labels != IGNORED_TARGET] for batch in batches])  # type: ignore[index]
+        sides.append(([torch.cat(of_layer) for of_layer in features], labels))
+    (fitted, labels), (measured, wanted) = sides
+    classes = labelled.model.classes
+    found = [fit_probe(x, labels, classes).accuracy(y, wanted) for x, y in zip(fitted, measured, strict=True)]
+    best = max(range(len(found)), key=found.__getitem__)
+    return {"accuracy": round(found[best], 4), "layer": best + 1}
+
+
 def tune(task: Any, folders: Folders, size: Size, seed: int) -> dict[str, float]:
     """Fine-tune our Image GPT with the sum of both losses, with a new class head; return its results."""
     from longctx.model.decoder import Decoder
@@ -396,6 +417,7 @@ def measure(case: str, folders: Folders, seed: int, size: Size) -> dict[str, Any
     if case == "vit":
         row["accuracy_at_56"] = test_large(task, folders, size, seed)
     if case == "igpt":
+        row["probe"] = probe(task, reader)
         row["tuned"] = tune(task, folders, size, seed)
     return row
 

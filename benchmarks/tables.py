@@ -437,6 +437,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "encoders": ("encoders", lambda result: markdown(*encoder_tables.of_steps(result))),
     "translation": ("translation", lambda result: markdown(*encoder_tables.of_translation(result))),
     "pretraining": ("pretraining", lambda result: markdown(*encoder_tables.of_pretraining(result))),
+    "images": ("images", lambda result: markdown(*encoder_tables.of_images(result))),
     "faults": ("faults", lambda result: markdown(*faults.table(result))),
 }
 """By name: the benchmark with the results, and a function that formats them."""

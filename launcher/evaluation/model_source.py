@@ -14,6 +14,8 @@ from longctx.conversion import HfReader
 from longctx.errors import ConfigError
 from longctx.generation.load_decoder import contains_hf_model, find_model
 from longctx.tokenizer import Tokenizer
+from longctx.tokenizer.image_tokenizer import ImageTokenizer
+from longctx.tokenizer.load_tokenizer import has_tokenizer
 
 _SAMPLED_PARTS = 64
 """Number of 4 KiB ranges per Hugging Face file in its fingerprint."""
@@ -49,8 +51,17 @@ def open_model(checkpoint: Path, tokenizer: Path | None) -> ModelSource:
     """
     folder = find_model(checkpoint)
     reader, model, fingerprint = open_reader(folder)
-    own_tokenizer = resolve_tokenizer(folder, tokenizer).for_model(model.vocab_size)
+    own_tokenizer = _own_tokenizer(folder, reader, tokenizer).for_model(model.vocab_size)
     return ModelSource(folder=folder, reader=reader, model=model, fingerprint=fingerprint, tokenizer=own_tokenizer)
+
+
+def _own_tokenizer(folder: Path, reader: Reader, chosen: Path | None) -> Tokenizer:
+    """Return ``resolve_tokenizer``'s, or the format of images in a Hugging Face folder with an image processor."""
+    if chosen is None and isinstance(reader, HfReader) and not has_tokenizer(folder):
+        image_format = reader.image_format()
+        if image_format is not None:
+            return ImageTokenizer.of(image_format, folder)
+    return resolve_tokenizer(folder, chosen)
 
 
 def run_of(checkpoint: Path) -> Path | None:

@@ -62,9 +62,13 @@ PLANS = {
     "transformer-base": Plan(ranks=1, parameters=63_082_496),
     "translate-small": Plan(ranks=2, parameters=1_435_904),
     "three-architectures": Plan(ranks=2, parameters=922_880),
+    "vit-tiny": Plan(ranks=1, parameters=205_066),
+    "swin-tiny-28": Plan(ranks=1, parameters=136_854),
+    "igpt-small": Plan(ranks=1, parameters=251_776),
 }
-OF_NO_FAMILY = ("transformer-base", "translate-small", "three-architectures")
-"""Recipes whose models transformers has no class for, or which read pairs: their own demos and tests train them."""
+OF_NO_FAMILY = ("transformer-base", "translate-small", "three-architectures", "vit-tiny", "swin-tiny-28", "igpt-small")
+"""Recipes whose models transformers has no class for, or which read pairs or images: their own demos, tests and
+benchmarks train them."""
 
 
 def test_every_recipe_has_a_plan():

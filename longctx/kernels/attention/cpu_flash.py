@@ -256,7 +256,7 @@ def _single_tiles(
             return None
         found.append((group, blocks[0]))
         row, key = group.queries.stop, group.keys.stop
-    if (row, key) != (num_rows, num_keys):
+    if not found or (row, key) != (num_rows, num_keys):
         return None
     return tuple(found)
 

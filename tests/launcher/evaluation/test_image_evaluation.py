@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from longctx.architecture.image import ImageShape
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
 from tests.helpers import run_distributed
@@ -26,6 +27,10 @@ MODELS: dict[str, ModelConfig] = {
     "class token": vit_config(),
     "means": vit_config(replace(PATCHES, class_token=False), **DENSE, class_pool="mean", max_positions=15),
     "windows": swin_config(),
+    # 27 tokens, so that ranks pad a batch by complete images.
+    "odd windows": swin_config(
+        ImageShape(height=6, width=18, channels=1, patch=2, window=3, depths=(2,)), num_layers=2
+    ),
     "pixels and classes": igpt_config(**DENSE, classes=5, class_pool="mean"),
     "classes of pixels": igpt_config(**DENSE, classes=5, class_pool="mean", token_head=False, output_vocab_size=0),
 }
@@ -116,7 +121,7 @@ def test_a_limit_takes_images_at_equal_distances(capsys, tmp_path):
     assert scores["nll"] == pytest.approx(float(want), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["class token", "windows", "pixels and classes"])
+@pytest.mark.parametrize("name", ["class token", "windows", "odd windows", "pixels and classes"])
 def test_ranks_score_what_one_process_does(tmp_path, name, capsys):
     written(tmp_path, MODELS[name])
     tasks = ["classes", *(["pixels"] if name == "pixels and classes" else [])]

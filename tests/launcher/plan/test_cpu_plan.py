@@ -97,8 +97,9 @@ def test_a_product_takes_the_rate_of_its_shape():
     assert plan(profile(product_flops=table)).seconds.products > 1.5 * faster
 
 
+# A stage's weights meet a share of the tokens (``metrics/test_throughput.py``).
 @pytest.mark.few(6)
-@pytest.mark.parametrize("preset", sorted(name for name, model in PRESETS.items() if not model.image.depths))
+@pytest.mark.parametrize("preset", sorted(name for name, config in PRESETS.items() if not config.image.depths))
 def test_weights_are_all_that_tokens_are_multiplied_by(preset):
     config = load_run_config(["--config", "quickstart", "--model.preset", preset, "--parallel.expert", "1"])
     model = config.model.config()

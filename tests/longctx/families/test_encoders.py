@@ -169,7 +169,9 @@ def test_what_this_model_cannot_be_is_refused(values, said):
         ModelConfig.from_hf(config | values)
 
 
-@pytest.mark.parametrize("preset", [name for name, config in PRESETS.items() if not config.causal])
+@pytest.mark.parametrize(
+    "preset", [name for name, config in PRESETS.items() if not config.causal and config.vocab_size]
+)
 def test_presets_have_as_many_parameters_as_theirs(preset):
     config = PRESETS[preset]
     described = config.to_hf()

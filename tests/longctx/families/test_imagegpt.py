@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 from longctx.batch import IGNORED_TARGET, PackedDocuments
 from longctx.config import ModelConfig
@@ -18,6 +21,7 @@ from longctx.errors import ConfigError
 from longctx.generation.loop import generate
 from longctx.generation.sampling import Sampling
 from longctx.model.decoder import Decoder
+from longctx.tokenizer import load_tokenizer
 from tests.launcher.cli.calls import call
 from tests.longctx.families import hf_models
 from tests.longctx.families.hub_configs import HUB
@@ -123,6 +127,32 @@ def test_only_a_head_without_the_last_id_is_image_gpts():
     fewer = config.from_dict(vars(config) | {"output_vocab_size": 511})
     with pytest.raises(ConfigError, match=r"nearest is imagegpt.*\n.*output_vocab_size: 511 .it would become 512."):
         fewer.to_hf()
+
+
+def test_an_import_builds_data_and_continues_pictures(theirs, tmp_path, capsys):
+    """Its palette is the tokenizer of new images, and of pictures that it continues."""
+    random = np.random.default_rng(0)
+    # Of one name, which pictures have in their titles.
+    hf, ours = tmp_path / "hf" / "model", tmp_path / "ours" / "model"
+    hf_models.save(theirs, hf)
+    palette = {"clusters": random.uniform(-1, 1, (BEGIN, 3)).tolist()}
+    (hf / "preprocessor_config.json").write_text(json.dumps(palette))
+    (tmp_path / "pictures" / "cats").mkdir(parents=True)
+    picture = tmp_path / "pictures" / "cats" / "0.png"
+    Image.fromarray(random.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(picture)
+    assert call(capsys, "convert", "--from", "hf", hf, ours)[0] == 0
+    words = ("--source", tmp_path / "pictures", "--tokenizer", ours, "--output", tmp_path / "shards")
+    code, _, err = call(capsys, "data", "build", "--kind", "images", *words)
+    assert code == 0, err
+    built, imported = load_tokenizer(tmp_path / "shards").format, load_tokenizer(ours).format
+    assert built == replace(imported, classes=("cats",))
+    for folder in (hf, ours):
+        words = ("--checkpoint", folder, "--image", picture, "--output", folder / "continued.png")
+        code, _, err = call(capsys, "generate", *words)
+        assert code == 0, err
+    drawn = np.asarray(Image.open(hf / "continued.png"))
+    assert np.array_equal(drawn, np.asarray(Image.open(ours / "continued.png")))
+    assert len(np.unique(drawn.reshape(-1, 3), axis=0)) > 20
 
 
 def test_samples_begin_with_the_last_id_and_never_have_it_again(theirs, folder):
