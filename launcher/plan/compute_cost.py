@@ -52,7 +52,7 @@ def weights_in(layers: nn.Module) -> Counter[MatmulWeight]:
             if p.ndim == 3:
                 outer, inner = p.shape[1:]
                 found[MatmulWeight(outer, inner, p.shape[0], is_last)] += p.shape[0]
-        elif p.ndim == 2 and name.endswith(".weight"):
+        elif p.ndim == 2 and name.endswith(".weight") and not name.endswith("relative_bias.weight"):
             of_source = "cross_attn.k_" in name or "cross_attn.v_" in name
             found[MatmulWeight(p.shape[0], p.shape[1], is_last=is_last, of_source=of_source)] += 1
     return found

@@ -167,9 +167,9 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
 def _activation_bytes(config: ResolvedConfig, model: ModelConfig) -> int:
     """Return bytes saved by the blocks of all stages and the encoder, for this rank's tokens in a micro-batch."""
     stages, encoder = stage_runs(config), encoder_run(config)
-    total = _saved_by_blocks(config, model)
     if len(stages) > 1:
-        total = sum(_saved_by_blocks(stage, stage.model.config()) for stage in stages)
+        return sum(_saved_by_blocks(stage, stage.model.config()) for stage in stages)
+    total = _saved_by_blocks(config, model)
     if encoder is not None:
         total += _saved_by_blocks(encoder, encoder.model.config())
     return total

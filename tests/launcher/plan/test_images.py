@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from benchmarks.image_plan import LEAST, MODELS, MOST, WAYS, planned
 from benchmarks.machine import KINDS, RESULTS
 from benchmarks.plan_bytes import errors
+from launcher.metrics.throughput import training_flops
 from launcher.plan.attention_cost import attention_of_rank
 from launcher.plan.estimate import estimate_run, max_row_tokens
 from launcher.plan.hardware import load_hardware
 from launcher.plan.plan_search import search_settings
 from launcher.plan.planned_world import World
+from launcher.plan.rates import Rate
 from launcher.plan.screen import headline, plan_summary
 from launcher.plan.seconds import attention_of_stages
 from launcher.plan.stages import stage_documents, stage_runs
@@ -23,6 +26,7 @@ from launcher.plan.synthetic_documents import synthetic_batch, uniform_documents
 from longctx.architecture.image_stages import stage_configs
 from longctx.architecture.layer_specs import mixers_of
 from longctx.architecture.mixers.image_window_mixer import ImageWindowMixer
+from longctx.architecture.size import document_head_size
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
 from longctx.model.attention.image_windows import window_order
@@ -58,6 +62,18 @@ def test_a_plan_names_its_images(name: str, way: dict[str, Any]):
     assert found["images_per_second"] == pytest.approx(4 / run.seconds.total)
     for rank in run.ranks:
         assert min(rank.bytes.kept, rank.bytes.passing, rank.seconds.products, rank.seconds.attention) > 0
+
+
+@pytest.mark.parametrize("name", ["vit", "swin"])
+def test_products_are_those_of_the_models_flops(name):
+    """In stages, each weight multiplies its own stage's tokens."""
+    model, rate = PLANNED[name], Rate.plain(1e9)
+    hardware = replace(H100, product_flops=rate, product_backward_flops=rate)
+    run = estimate_run(image_run(model), World(ranks=1, ranks_per_node=1), hardware)
+    lengths = [model.image.num_tokens] * 4
+    attention = sum(attention_of_stages(run.config, run.world, 0, uniform_documents(run.config)).flops.values())
+    of_heads = 2 * document_head_size(model) * len(lengths)
+    assert run.seconds.products * 1e9 == pytest.approx(training_flops(model, lengths) - 3 * (attention + of_heads))
 
 
 def test_texts_have_no_images():
