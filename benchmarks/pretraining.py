@@ -142,7 +142,7 @@ def stock(kind: str, tokenizer: Any, seed: int = 0) -> nn.Module:
 def padded_step(model: Any, batch: Batch, kind: str) -> Tensor:
     """Return transformers' loss on a batch with its documents padded."""
     assert batch.segments is not None
-    assert batch.order is not None
+    assert batch.labels is not None
     bounds, padding = batch.documents.bounds, set(batch.documents.padding or ())
     numbers = [n for n in range(batch.documents.num_documents) if n not in padding]
 
@@ -153,7 +153,7 @@ def padded_step(model: Any, batch: Batch, kind: str) -> Tensor:
     tokens = rows(batch.tokens, model.config.pad_token_id)
     lengths = torch.tensor([bounds[n + 1] - bounds[n] for n in numbers])
     asked = "next_sentence_label" if kind == "nsp" else "sentence_order_label"
-    order = batch.order.flatten()[[bounds[n] for n in numbers]]
+    order = batch.labels.flatten()[[bounds[n] for n in numbers]]
     given = {"input_ids": tokens, "token_type_ids": rows(batch.segments, 0), asked: order}
     given["attention_mask"] = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
     return model(**given, labels=rows(batch.targets, IGNORED_TARGET)).loss
