@@ -74,7 +74,7 @@ def test_a_long_context_is_read_once_and_short_texts_together(run, monkeypatch):
     assert ranks._worker is not None
     backbone, read = ranks._worker._model.model, []
     forward = backbone.forward
-    monkeypatch.setattr(backbone, "forward", lambda x, *a, **k: read.append(x.numel()) or forward(x, *a, **k))
+    monkeypatch.setattr(backbone, "forward", lambda x, *a, **k: read.append(x.tokens_Bt.numel()) or forward(x, *a, **k))
     long = [encoder.pair(TEXT * 20, end) for end in ENDS]
     ranks.score(long)
     assert sum(read) < len(long[0].context) + sum(pair.num_read - len(pair.context) + 1 for pair in long)
