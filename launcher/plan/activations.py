@@ -230,7 +230,9 @@ class _Layers(TokenBytes):
         saved = 6 * self.x + self.before_core(layer) + core.out + core.output_saved
         # The input's gradient replaces the output's, chunk by chunk.
         ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(self.x + core.out)
-        return ffn + self._weight_sums(layer)
+        # Weights before the core get their gradients later.
+        after_core = num_ffn_parameters(self.config, layer) + core.out // self.width * self.model.hidden_size
+        return ffn + after_core * FLOAT32
 
     def chunk(self) -> int:
         """Return tokens per chunk."""

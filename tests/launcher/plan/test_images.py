@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.image_plan import LEAST, MODELS, MOST, WAYS, planned
+from benchmarks.image_plan import MODELS, WAYS, planned
 from benchmarks.machine import KINDS, RESULTS
-from benchmarks.plan_bytes import errors
+from benchmarks.plan_bytes import LEAST, MOST, errors
 from launcher.metrics.throughput import training_flops
 from launcher.plan.attention_cost import attention_of_rank
 from launcher.plan.estimate import estimate_run, max_row_tokens
