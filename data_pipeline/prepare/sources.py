@@ -380,7 +380,7 @@ def _nearest(path: Location) -> str:
         except OSError:
             names = []
     held = ", ".join(names[:8]) or "nothing"
-    return f'{parent} contains {held}. Name a file or folder with text, or "stdlib" for Python\'s standard library.'
+    return f'{parent} contains {held}. Name a file or folder, or "stdlib" for the text of Python\'s standard library.'
 
 
 # ---------------------------------------------------------------------------------------------------------- messages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 _APPLY_TO_IMAGES = ("source", "include", "exclude", "strict")
 """Options in ``CorpusOptions`` that images have too."""
 _SHOWN_CLASSES = 12
-_RECIPE = "vit-tiny"
-"""Recipe that the message after a build suggests."""
+_IMAGES_PER_ROW = 8
+"""Images of a palette in a row of the run that the message after a build suggests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +171,40 @@ def _say_build(report: BuildReport, found: ImageFormat, *, json: bool) -> None:
         )
     else:
         print_line(f"{report.output} was made in {report.seconds:.1f} s.")
-    print_line(f"Next: {command_line('train', '--config', _RECIPE, '--data.train', report.output)}")
+    if found.num_colours or found.classes:
+        print_line(f"Next: {command_line('train', *_run_flags(report, found))}")
+    else:
+        print_line(
+            "A run reads patches with labels: sort the images into one folder per class, or build with --palette."
+        )
     print_line(f"Look at it: {command_line('data', 'inspect', report.output, '--picture', 'images.png')}")
+
+
+def _run_flags(report: BuildReport, found: ImageFormat) -> list[object]:
+    """Return flags for a small run on a new folder: a recipe, the data, and the shape where it is not the recipe's."""
+    from launcher.config.load_config import load_run_config
+
+    shape = {f"model.image.{side}": getattr(found, side) for side in ("height", "width", "channels")}
+    if found.num_colours:
+        recipe, tokens = "igpt-small", found.num_tokens
+        shape |= {"model.vocab_size": found.num_colours + 1, "model.output_vocab_size": found.num_colours}
+        shape |= {"model.max_positions": tokens, "data.seq_len": _IMAGES_PER_ROW * tokens}
+        shape |= {"train.tokens_per_step": _IMAGES_PER_ROW * tokens}
+    else:
+        recipe = "vit-tiny"
+        patch = max(side for side in (1, 2, 3, 4) if not found.height % side and not found.width % side)
+        num_tokens = found.height // patch * (found.width // patch) + 1
+        shape |= {"model.image.patch": patch, "model.max_positions": num_tokens, "model.classes": len(found.classes)}
+    config = load_run_config(["--config", recipe])
+    flags: list[object] = ["--config", recipe, "--data.train", report.output]
+    if report.validation is None:
+        flags += ["--validation.rows", 0]
+    else:
+        flags += ["--data.validation", report.validation.folder]
+    for name, value in shape.items():
+        if attrgetter(name)(config) != value:
+            flags += [f"--{name}", value]
+    return flags
 
 
 def image_rows(found: Description, images: ImageContents) -> dict[str, str]:

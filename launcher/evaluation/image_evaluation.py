@@ -232,7 +232,7 @@ class PixelScores:
         return {
             name: int(total),
             "bits_per_pixel": nll / math.log(2) / total,
-            "unigram_bits_per_pixel": float(-(shares * shares.log2()).sum()),
+            "unigram_bits_per_pixel": abs(float((shares * shares.log2()).sum())),
         }
 
 

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data_pipeline.rows.images import ImageRule, Images
 from data_pipeline.shards.reader import ShardSet
+from launcher.config.load_config import load_run_config
+from launcher.config.run_config_rules import check_run
 from tests.data_pipeline.made_images import png, random_images, write_folder, write_idx
-from tests.launcher.cli.calls import call, flip_a_byte, refused, succeed
+from tests.launcher.cli.calls import call, flip_a_byte, refused, start, succeed
 
 
 @pytest.fixture
@@ -51,6 +54,36 @@ def refused_out(capsys, *words: object) -> str:
     code, out, _ = call(capsys, *words)
     assert code == 1
     return out
+
+
+@pytest.mark.parametrize("words", [(), ("--palette", 8), ("--validation-fraction", 0.3)])
+def test_the_run_that_comes_next_fits_the_images(capsys, source: Path, tmp_path: Path, words: tuple):
+    out = build(capsys, source, tmp_path / "out", *words)
+    (following,) = [line for line in out.splitlines() if line.startswith("Next: ")]
+    config = load_run_config(following.split(" train ")[1].split())
+    check_run(config, 1)
+    shards = ShardSet.open(config.data.train)
+    rule = config.examples
+    assert isinstance(rule, ImageRule)
+    Images(rule, shards, seed=0)
+    if not config.model.predicts_tokens:
+        assert config.model.classes == len(shards.image_format.classes)
+    assert bool(config.validation.rows) == (Path(config.data.train) / "validation").exists()
+
+
+@pytest.mark.parametrize(("words", "following"), [((), ["evaluate"]), (("--palette", 4), ["generate", "evaluate"])])
+def test_each_command_is_copied_from_what_the_one_before_printed(capsys, tmp_path: Path, words, following):
+    write_folder(tmp_path / "source", random_images(12))
+    out = build(capsys, tmp_path / "source", tmp_path / "out", *words)
+    (train,) = [line.split(" train ")[1].split() for line in out.splitlines() if line.startswith("Next: ")]
+    tiny = {"run.output_dir": tmp_path / "run", "train.steps": 2, "train.warmup_steps": 1}
+    process = start("train", *train, *[word for key, value in tiny.items() for word in (f"--{key}", value)])
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, said
+    commands = [line.partition("-m launcher ")[2].split() for line in said.splitlines() if line.startswith("Next: ")]
+    assert [words[0] for words in commands] == [*following, "convert"]
+    for words_of_one in commands:
+        succeed(capsys, *words_of_one)
 
 
 def test_json_has_the_format(capsys, source: Path, tmp_path: Path):
