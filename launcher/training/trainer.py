@@ -245,11 +245,11 @@ def _next_lines(run: TrainingRun, step: int) -> list[str]:
     """Return commands that sample from, evaluate and export the trained model, with folders named after this step."""
     folder, model = run.folder, run.config.model
     export = ours("convert", "--to", "hf", folder, folder / f"hf_{step:06d}")
-    if (not model.causal and not model.image.height) or model.encoder_layers:
+    if model.image.is_used:
+        return _next_lines_of_images(run, step, export)
+    if not model.causal or model.encoder_layers:
         return [export]
     of_model: list[object] = ["--checkpoint", folder]
-    if model.image.height:
-        return [*_next_lines_of_images(run, of_model, step), export]
     if is_one_machine() and run.mesh.world_size > 1:
         of_model += ["--ranks", run.mesh.world_size]
     generate = ours("generate", *of_model, "--prompt", "The", "--max-new-tokens", 40)
@@ -257,17 +257,23 @@ def _next_lines(run: TrainingRun, step: int) -> list[str]:
     return [generate, ours("evaluate", *of_model, *task_flags, "--output", folder / f"evaluation_{step:06d}"), export]
 
 
-def _next_lines_of_images(run: TrainingRun, of_model: list[object], step: int) -> list[str]:
-    """Return commands that draw with a model of pixels and evaluate one with classes, on held-out images if any."""
-    data, model, lines = run.config.data.train, run.config.model, []
+def _next_lines_of_images(run: TrainingRun, step: int, export: str) -> list[str]:
+    """Return commands that draw with a model of pixels, evaluate it on held-out images if any, and export it."""
+    data, model, lines, tasks = run.config.data.train, run.config.model, [], []
     if run.config.validation.rows and run.config.data.validation:
         data = run.config.data.validation
-    tasks = [name for name, has_it in (("pixels", model.predicts_tokens), ("classes", model.classes)) if has_it]
     if model.predicts_tokens:
+        tasks.append("pixels")
         drawn = run.folder / f"continued_{step:06d}.png"
-        lines = [ours("generate", *of_model, "--data", data, "--temperature", 1, "--samples", 4, "--output", drawn)]
+        sampling = "--temperature", 1, "--samples", 4
+        lines.append(ours("generate", "--checkpoint", run.folder, "--data", data, *sampling, "--output", drawn))
+    if model.classes:
+        tasks.append("classes")
     output = run.folder / f"evaluation_{step:06d}"
-    return [*lines, ours("evaluate", *of_model, "--tasks", ",".join(tasks), "--data", data, "--output", output)]
+    asked = ",".join(tasks)
+    lines.append(ours("evaluate", "--checkpoint", run.folder, "--tasks", asked, "--data", data, "--output", output))
+    lines.append(export)
+    return lines
 
 
 def _rewind(run: TrainingRun, step: int) -> None:
