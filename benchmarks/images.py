@@ -4,7 +4,7 @@
 
 Images are Fashion-MNIST's (Debian's ``dataset-fashion-mnist``, or the folder ``--fashion`` or $LONGCTX_FASHION_MNIST)
 and, for ``digits``, the 8 × 8 digits in scikit-learn; shards are built by ``data build --kind images``. ``vit``,
-``swin`` and ``igpt`` train the recipes ``vit-tiny``, ``swin-tiny-28`` and ``igpt-small`` (16 colours), ``digits`` the
+``swin`` and ``igpt`` train the recipes ``vit-tiny``, ``swin-tiny-28`` and ``igpt-small`` (16 colors), ``digits`` the
 first with patches of 2. transformers gets the same weights, through an exported folder, and the same images in the same
 order. Both take turns, step by step, in one loop on one thread: forward, backward, clipping and AdamW with the recipe's
 schedule, float32; neither uses a trainer. CPU seconds per step are medians, and ratios are medians over steps.
@@ -53,7 +53,7 @@ CLASSES = {
     "digits": "ViTForImageClassification",
     "igpt": "ImageGPTForCausalImageModeling",
 }
-COLOURS = 16
+COLORS = 16
 DIGITS_FLAGS = {
     "model.image.height": 8, "model.image.width": 8, "model.image.patch": 2, "model.max_positions": 17,
     "data.seq_len": 1088, "train.tokens_per_step": 1088, "data.flip": "false",
@@ -93,18 +93,18 @@ def prepare(folder: Path, case: str, fashion: Path) -> Folders:
             f"{fashion} has no train-images-idx3-ubyte.gz. Install Debian's dataset-fashion-mnist, or name its folder "
             "with --fashion or $LONGCTX_FASHION_MNIST."
         )
-    splits, colours = ("train", "t10k"), 0
+    splits, colors = ("train", "t10k"), 0
     if case == "igpt":
-        colours = COLOURS
-    folders = build_folders(folder / f"fashion-{colours}", fashion, splits, colours=colours)
+        colors = COLORS
+    folders = build_folders(folder / f"fashion-{colors}", fashion, splits, colors=colors)
     if case != "vit":
         return folders
     return replace(folders, large=build(folder / "large", fashion, splits[1], size=(56, 56)))
 
 
-def build_folders(folder: Path, source: Path, splits: tuple[str, str], *, colours: int = 0) -> Folders:
+def build_folders(folder: Path, source: Path, splits: tuple[str, str], *, colors: int = 0) -> Folders:
     """Build shards from the training and test files that begin with ``splits``."""
-    train = build(folder / "train", source, splits[0], colours=colours)
+    train = build(folder / "train", source, splits[0], colors=colors)
     return Folders(train, build(folder / "test", source, splits[1], like=train))
 
 

@@ -23,7 +23,7 @@ class ImageContents:
     height: int
     width: int
     channels: int
-    colours: int
+    colors: int
     """Palette size; 0 if tokens are the pixels' values."""
     tokens_per_image: int
     classes: list[str]
@@ -39,14 +39,14 @@ def image_contents(shards: ShardSet) -> ImageContents:
         height=found.height,
         width=found.width,
         channels=found.channels,
-        colours=found.num_colours,
+        colors=found.num_colors,
         tokens_per_image=found.num_tokens,
         classes=list(found.classes),
         images_per_class=counts[1:].tolist(),
     )
 
 
-def write_picture(folder: str | Path, file: Path) -> list[str]:
+def write_sheet(folder: str | Path, file: Path) -> list[str]:
     """Write a PNG file with up to ``SHEET_IMAGES`` images, as equally from all classes as possible; return their names.
 
     Raises DataError unless ``folder`` contains images, and ConfigError for a file that is not named as a PNG file.
@@ -56,7 +56,7 @@ def write_picture(folder: str | Path, file: Path) -> list[str]:
     shards = ShardSet.open(folder)
     found = shards.image_format
     labels = _labels(shards, len(found.classes))
-    numbers = _spread(labels)[:SHEET_IMAGES]
+    numbers = _by_turns(labels)[:SHEET_IMAGES]
     # Grouped by class; within a class in the folder's order.
     numbers = numbers[np.lexsort((numbers, labels[numbers]))]
     shards.check_files(numbers.tolist())
@@ -81,7 +81,7 @@ def _labels(shards: ShardSet, num_classes: int) -> np.ndarray:
     return labels
 
 
-def _spread(labels: np.ndarray) -> np.ndarray:
+def _by_turns(labels: np.ndarray) -> np.ndarray:
     """Return all image numbers, ordered so that the first of each class come first, then the second, and so on."""
     by_class = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[by_class], labels[by_class], side="left")

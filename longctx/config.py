@@ -156,17 +156,17 @@ _IMAGE_GPT: dict[str, Any] = _OPENAI | {
     "residual_dropout": 0.1,
     "image": ImageShape(height=32, width=32),
 }
-"""Shared by Image GPT's models: 512 colours and a begin token, images of 32 × 32 pixels."""
+"""Shared by Image GPT's models: 512 colors and a begin token, images of 32 × 32 pixels."""
 
 # "Generative Pretraining from Pixels" (Chen et al., ICML 2020).
 _IMAGE_GPTS = {
-    "igpt-small": ModelConfig(
+    "imagegpt-small": ModelConfig(
         **_IMAGE_GPT, hidden_size=512, num_layers=24, num_heads=8, num_kv_heads=8, head_dim=64, ffn_size=2048
     ),
-    "igpt-medium": ModelConfig(
+    "imagegpt-medium": ModelConfig(
         **_IMAGE_GPT, hidden_size=1024, num_layers=36, num_heads=8, num_kv_heads=8, head_dim=128, ffn_size=4096
     ),
-    "igpt-large": ModelConfig(
+    "imagegpt-large": ModelConfig(
         **_IMAGE_GPT, hidden_size=1536, num_layers=48, num_heads=16, num_kv_heads=16, head_dim=96, ffn_size=6144
     ),
 }

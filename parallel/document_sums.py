@@ -47,7 +47,7 @@ class _OverRanks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dsums_SM: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dout_SM: Tensor):  # type: ignore[override]
         mesh: Mesh = ctx.mesh
         assert mesh.context_group is not None
-        return mesh.comm.all_reduce(dsums_SM.contiguous().clone(), mesh.context_group, operation=_GRADIENT_SUM), None
+        return mesh.comm.all_reduce(dout_SM.contiguous().clone(), mesh.context_group, operation=_GRADIENT_SUM), None

@@ -24,7 +24,7 @@ from parallel.mesh import Mesh
 from parallel.schedule.attention_schedule import Schedule
 from parallel.schedule.head_split import AttentionShape
 from parallel.transport.kv_block import KeysAndValues, KVBlock, PartialResult
-from parallel.transport.plan_agreement import fingerprint
+from parallel.transport.plan_comparison import fingerprint
 from parallel.transport.ring_exchange import PendingGradients, empty_rows
 from parallel.transport.transport_choice import build_transport, resolve_transport
 

@@ -1,4 +1,4 @@
-"""Image encoding: pixels in the data set's shape, as values or palette colours, with the label's class index."""
+"""Image encoding: pixels in the data set's shape, as values or palette colors, with the label's class index."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import xxhash
 
 from data_pipeline.prepare.encode_images import UNREADABLE
 from data_pipeline.prepare.image_source import ImageSource
-from data_pipeline.prepare.images.fit_palette import check_colours, fit_palette
+from data_pipeline.prepare.images.fit_palette import check_colors, fit_palette
 from data_pipeline.prepare.images.image_rule import ImageRule
 from data_pipeline.prepare.readers.idx_files import IMAGE
 from data_pipeline.prepare.source_items import Document, FileContentError, Skip
@@ -41,7 +41,7 @@ class ImageOptions:
     """Height and width to which every image is scaled and cut; None: as the first image."""
     channels: int | None = None
     """Channels to which every image is converted; None: as the first image."""
-    colours: int = 0
+    colors: int = 0
     """Palette size; 0: no palette."""
 
     def __post_init__(self) -> None:
@@ -50,9 +50,9 @@ class ImageOptions:
             height, width = self.size
             raise DataError(f"--image-size {height}x{width}: both sides must be from 1 to {MOST_SIDE} pixels.")
         if self.channels is not None and self.channels not in CHANNELS:
-            raise DataError(f"--channels {self.channels} must be 1 (grey) or 3 (colour).")
-        if self.colours:
-            check_colours(self.colours)
+            raise DataError(f"--channels {self.channels} must be 1 (grey) or 3 (color).")
+        if self.colors:
+            check_colors(self.colors)
 
 
 _NO_OPTIONS = ImageOptions()
@@ -81,14 +81,14 @@ def choose_format(
     rule = replace(rule, shape_from=name)
     height, width, channels = pixels.shape
     found = ImageFormat(height=height, width=width, channels=channels, classes=source.classes)
-    if options.colours:
+    if options.colors:
         sample = _sample_pixels(source, rule, found, reading)
-        palette = fit_palette(sample, options.colours)
+        palette = fit_palette(sample, options.colors)
         say(
-            f"palette: {options.colours} colours from {len(sample):,} pixels, with a mean squared error of "
+            f"palette: {options.colors} colors from {len(sample):,} pixels, with a mean squared error of "
             f"{palette.error:.1f} per value (0 to 255)"
         )
-        found = replace(found, palette=tuple(map(tuple, to_units(palette.colours).tolist())))
+        found = replace(found, palette=tuple(map(tuple, to_units(palette.colors).tolist())))
     return ImageTokenizer.of(found, Path(source.spec)), rule
 
 
@@ -110,10 +110,10 @@ def _reused_format(
             f"--channels {options.channels} differs from the format in {reused.path}. Leave out --tokenizer, or set "
             f"--channels {found.channels}."
         )
-    if options.colours not in (0, found.num_colours):
-        has = f"{found.num_colours} colours" if found.palette else "no palette"
+    if options.colors not in (0, found.num_colors):
+        has = f"{found.num_colors} colors" if found.palette else "no palette"
         raise DataError(
-            f"--palette {options.colours} differs from the format in {reused.path}, which has {has}. Leave out "
+            f"--palette {options.colors} differs from the format in {reused.path}, which has {has}. Leave out "
             "--palette or --tokenizer."
         )
     rule = ImageRule(size=options.size, channels=options.channels, shape_from=str(reused.path))
@@ -132,9 +132,9 @@ def _check_classes(source: ImageSource, found: ImageFormat, path: Path) -> None:
             "--tokenizer, or use the format of images without classes."
         )
     # Numbers are indices in any list of classes, so only their range counts.
-    is_numbered = source.classes == tuple(map(str, range(len(source.classes))))
+    are_indices = source.classes == tuple(map(str, range(len(source.classes))))
     unknown = [name for name in source.classes if name not in found.classes]
-    if is_numbered:
+    if are_indices:
         unknown = list(source.classes[len(found.classes) :])
     if unknown:
         shown = ", ".join(unknown[:6]) + (", …" if len(unknown) > 6 else "")

@@ -76,14 +76,14 @@ def open_images(
     results = [(file, None if file.format.kind == IMAGE else check_file(file, fields)) for file in candidates]
     files = [file for file, problem in results if problem is None]
     left_out = listing.left_out + others + [problem for _, problem in results if problem is not None]
-    faults = [skip for skip in left_out if skip.is_fault]
-    if strict and faults:
-        raise DataError(strict_read_error(str(spec), faults[0]))
+    problems = [skip for skip in left_out if skip.is_fault]
+    if strict and problems:
+        raise DataError(strict_read_error(str(spec), problems[0]))
     if not files:
         raise DataError(_no_images(str(spec), LeftOut(left_out)))
     _check_one_kind(str(spec), files)
-    if faults:
-        logger.warning("%s: left out %s", spec, "; ".join(LeftOut(faults).lines()))
+    if problems:
+        logger.warning("%s: left out %s", spec, "; ".join(LeftOut(problems).lines()))
     return ImageSource(
         str(spec),
         classes=_find_classes(str(spec), files, fields),
@@ -139,7 +139,7 @@ def _idx_classes(spec: str, files: Sequence[File], fields: Fields) -> tuple[str,
     if not labelled:
         return ()
     _check_all_labelled(spec, files, labelled)
-    return _numbered(max(int(read_idx_labels(file.other).max(initial=0)) for file in labelled if file.other), spec)
+    return _class_numbers(max(int(read_idx_labels(file.other).max(initial=0)) for file in labelled if file.other), spec)
 
 
 def _table_classes(spec: str, files: Sequence[File], fields: Fields) -> tuple[str, ...]:
@@ -173,7 +173,7 @@ def _table_classes(spec: str, files: Sequence[File], fields: Fields) -> tuple[st
         labels |= read_labels(file, fields)
     if "texts" in types:
         return tuple(sorted(labels))
-    return _numbered(max(labels, default=0), spec)
+    return _class_numbers(max(labels, default=0), spec)
 
 
 def _check_all_labelled(spec: str, files: Sequence[File], labelled: Sequence[File]) -> None:
@@ -186,7 +186,7 @@ def _check_all_labelled(spec: str, files: Sequence[File], labelled: Sequence[Fil
         )
 
 
-def _numbered(largest: int, spec: str) -> tuple[str, ...]:
+def _class_numbers(largest: int, spec: str) -> tuple[str, ...]:
     """Return numbers as class names."""
     if largest >= MOST_CLASSES:
         raise DataError(

@@ -1,7 +1,7 @@
-"""Images as documents: each patch, or each pixel's palette colour, is a token.
+"""Images as documents: each patch, or each pixel's palette color, is a token.
 
 "ViT" (Dosovitskiy et al., 2020, arXiv 2010.11929): square patches in reading order, after a class token. "Image GPT"
-(Chen et al., 2020, "Generative Pretraining from Pixels"): the colours of all pixels in reading order. To predict the
+(Chen et al., 2020, "Generative Pretraining from Pixels"): the colors of all pixels in reading order. To predict the
 next pixel, a begin token comes first, and the last pixel is only a target.
 
 In training an image may be flipped, and cropped if the folder's images are larger than the model's. Both are functions
@@ -37,7 +37,7 @@ class ImageRule:
     width: int
     channels: int
     patch: int = 0
-    """Side of a patch in pixels; 0: each pixel's palette colour is a token."""
+    """Side of a patch in pixels; 0: each pixel's palette color is a token."""
     class_token: bool = False
     """True if a token without pixels precedes the patches."""
     begin: bool = False
@@ -73,7 +73,7 @@ class ImageRule:
 
     @property
     def pixel_bytes(self) -> int:
-        """Bytes per patch; 0 if the tokens are colours."""
+        """Bytes per patch; 0 if the tokens are colors."""
         return self.channels * self.patch * self.patch
 
     def lengths(self, lengths: np.ndarray) -> np.ndarray:
@@ -114,7 +114,7 @@ class Images:
         self.rule, self.seed, self.shards = rule, seed, shards
         self._stored = stored = shards.image_format
         _check_format(rule, shards)
-        self._begin = np.array([stored.num_colours], np.int32)
+        self._begin = np.array([stored.num_colors], np.int32)
         self._key = int(shards.manifest.hash[:16], 16)
 
     def examples(self, pieces: Sequence[PieceOfEpoch]) -> list[Example]:
@@ -188,10 +188,10 @@ def _check_format(rule: ImageRule, shards: ShardSet) -> None:
     if bool(stored.palette) == bool(rule.patch):
         wanted, how = "raw pixels", "build without --palette, or set model.image.patch=0"
         if stored.palette:
-            holds = f"colors of a palette of {stored.num_colours}"
+            actual = f"colors of a palette of {stored.num_colors}"
         else:
-            holds, wanted, how = wanted, "palette colors", "build with --palette 512, or set model.image.patch=16"
-        raise ConfigError(f"model.image.patch={rule.patch} reads {wanted}, but {folder} holds {holds}.\nEither {how}.")
+            actual, wanted, how = wanted, "palette colors", "build with --palette 512, or set model.image.patch=16"
+        raise ConfigError(f"model.image.patch={rule.patch} reads {wanted}, but {folder} holds {actual}.\nEither {how}.")
     if stored.channels != rule.channels:
         raise ConfigError(
             f"model.image.channels={rule.channels}, but the images in {folder} have {stored.channels}.\n"

@@ -67,7 +67,7 @@ class Masking:
         self._mask = tokenizer.special.mask
         self._is_control = tokenizer.is_control
         self._random_ids = np.flatnonzero(~tokenizer.is_control).astype(np.int32)
-        # Only whole words read it, and an image's colours have none.
+        # Only whole words read it, and an image's colors have none.
         self._is_word_start = np.ones(tokenizer.vocab_size, bool)
         if rule.whole_words:
             self._is_word_start = find_word_starts(tokenizer)

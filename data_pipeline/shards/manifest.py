@@ -34,7 +34,7 @@ FORMAT = "longctx-shards"
 VERSION, VERSION_WITH_TARGETS, VERSION_WITH_IMAGES = 1, 2, 3
 """Versions for a folder of texts, for one that records target tokens or contains pairs, and for images."""
 IMAGES = "images"
-"""Folder kind with one image per document; its tokens are pixel values or palette colours."""
+"""Folder kind with one image per document; its tokens are pixel values or palette colors."""
 MANIFEST_FILE = "manifest.json"
 LIST_OF_BEFORE = "exclusions.json"
 """List of excluded shards, used before ``data build --without``."""
@@ -341,8 +341,8 @@ def hash_json(value: Any) -> str:
 def length_histogram(lengths: Sequence[int] | np.ndarray) -> dict[str, int]:
     """Count documents by length, in powers of two, shortest first."""
     # frexp: length = mantissa · 2^exponent with mantissa in [0.5, 1).
-    exponents = np.frexp(np.asarray(lengths, dtype=np.float64))[1] - 1
-    counts = np.bincount(exponents)
+    powers = np.frexp(np.asarray(lengths, dtype=np.float64))[1] - 1
+    counts = np.bincount(powers)
     return {f"2^{k}": int(count) for k, count in enumerate(counts) if count}
 
 

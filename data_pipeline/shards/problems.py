@@ -172,7 +172,7 @@ def _image_problems(
         )
     # The palette's last id is the begin token, which the run adds.
     if largest_id >= image_format.num_ids:
-        yield f"{shard.path} contains id {largest_id}, outside the palette of {image_format.num_ids} colours."
+        yield f"{shard.path} contains id {largest_id}, outside the palette of {image_format.num_ids} colors."
     # Without classes every label is -1.
     lowest, highest = 0, len(image_format.classes) - 1
     if not image_format.classes:

@@ -56,7 +56,7 @@ def check_palette(checkpoint: Path, data: ShardSet) -> None:
     if isinstance(tokenizer, ImageTokenizer) and tokenizer.format.palette == data.image_format.palette:
         return
     raise DataError(
-        f"{data.folder} has another palette than {checkpoint}: ids would be other colours.\n"
+        f"{data.folder} has another palette than {checkpoint}: ids would be other colors.\n"
         f"  data:       {load_tokenizer(data.folder).describe()}\n"
         f"  checkpoint: {tokenizer.describe()}\n"
         f"Rebuild the data: longctx data build --kind images --tokenizer {checkpoint} …"

@@ -110,7 +110,7 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def unframed(box: str) -> str:
-    """Flatten tyro's boxed message into one line without frame, colours and per-option help."""
+    """Flatten tyro's boxed message into one line without frame, colors and per-option help."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
     # Skip the title. The frame is two columns wide, drawn in ASCII if the terminal lacks UTF-8.
     lines = [line[2:].rstrip(" │╯") for line in plain.splitlines()[1:]]

@@ -264,7 +264,7 @@ def _ask_encoder(flags: Flags, task_names: Sequence[str]) -> None:
 
 def _score_images(flags: Flags, task: str) -> None:
     """Score a model of images; rank 0 prints the scores."""
-    from launcher.evaluation.image_evaluation import ImageOptions, evaluate_images, scores_file
+    from launcher.evaluation.image_evaluation import ImageEvaluationOptions, evaluate_images, scores_file
     from launcher.evaluation.image_probe import PROBE, ProbeOptions, probe_layers
     from parallel.runtime.launched import environment_rank
 
@@ -275,7 +275,7 @@ def _score_images(flags: Flags, task: str) -> None:
     if task == PROBE:
         scores = probe_layers(ProbeOptions(fit_data=flags.fit_data, **options), token_progress)
     else:
-        scores = evaluate_images(ImageOptions(task=task, **options), token_progress)
+        scores = evaluate_images(ImageEvaluationOptions(task=task, **options), token_progress)
     if environment_rank()[0] != 0:
         return
     if flags.json:

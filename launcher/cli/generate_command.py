@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from tyro.conf import OmitArgPrefixes, UseAppendAction, arg, create_mutex_group
 
 from launcher.cli.cli_output import note, progress, read_line, write
-from launcher.cli.generate_images import PictureFlags, draw_continuations
+from launcher.cli.generate_images import ContinuedImage, draw_continuations
 from launcher.cli.shared_options import RankFlags
 from launcher.wording import format_count
 from longctx.errors import ConfigError, LongCtxError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _PROMPT = create_mutex_group(required=False, title="prompt")
 Strings = UseAppendAction[list[str]]
-_NO_PICTURE = PictureFlags()
+_NO_IMAGE = ContinuedImage()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ def generate_text(
     prompt: Annotated[str | None, _PROMPT, arg(metavar="TEXT")] = None,
     prompt_file: Annotated[Path | None, _PROMPT, arg(metavar="F|-")] = None,
     prompts_file: Annotated[Path | None, _PROMPT, arg(metavar="F|-")] = None,
-    pictures: OmitArgPrefixes[PictureFlags] = _NO_PICTURE,
+    images: OmitArgPrefixes[ContinuedImage] = _NO_IMAGE,
     max_new_tokens: int | None = None,
     chat: bool = False,
     chat_template: Literal["none", "auto"] = "none",
@@ -166,7 +166,7 @@ def generate_text(
         prompt: Start of the document; may be empty; --prompt=TEXT if it starts with a dash.
         prompt_file: UTF-8 file with the prompt, up to its last newline, of any length; - is standard input.
         prompts_file: JSON lines, each with a "prompt"; a JSON line is written for each, in the same order.
-        pictures: A picture to continue instead of a text.
+        images: A picture to continue instead of a text.
         max_new_tokens: Maximum tokens to add; required for texts.
         chat: Render each prompt (the user's text, or a line's "messages") with the model's chat template; end with the
             reply. Without a prompt, each line on standard input is a turn, answered before the next is read.
@@ -182,12 +182,12 @@ def generate_text(
     """
     from launcher.generation.generation_options import GenerationCommandOptions, PromptSource
 
-    if pictures.is_used:
+    if images.is_used:
         of_texts = {"prompt": prompt, "prompt_file": prompt_file, "prompts_file": prompts_file, "system": system}
         of_texts |= {"max_new_tokens": max_new_tokens, "chat": chat, "chat_template": chat_template != "none"}
         of_texts |= {"max_sequences": max_sequences, "beyond_positions": beyond_positions, "stop": choosing.stop}
         draw_continuations(
-            pictures,
+            images,
             choosing.strategy(),
             _flags_set(of_texts),
             checkpoint=checkpoint,
@@ -197,7 +197,7 @@ def generate_text(
             **ranks.values(),
         )
         return
-    pictures.check_unused()
+    images.check_unused()
     if chat_template == "auto" and not chat:
         chat = _has_template(tokenizer or checkpoint)
     options = GenerationCommandOptions(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureFlags:
-    """A picture to continue, for a model that predicts colours (Image GPT)."""
+class ContinuedImage:
+    """A picture to continue, for a model that predicts colors (Image GPT)."""
 
     image: Annotated[Path | None, arg(metavar="F.png")] = None
     """Picture whose upper rows are continued, scaled and cut to the model's size; --output is then a PNG file with the
@@ -48,7 +48,7 @@ class PictureFlags:
 
 
 def draw_continuations(
-    pictures: PictureFlags,
+    images: ContinuedImage,
     strategy: Greedy | Sampling | Beams,
     unused: Sequence[str],
     *,
@@ -68,13 +68,13 @@ def draw_continuations(
     if output is None:
         raise ConfigError("--output is missing: the PNG file to write, such as --output continued.png.")
     assert not isinstance(strategy, Beams)
-    options |= {"image": pictures.image, "data": pictures.data, "image_number": pictures.image_number}
+    options |= {"image": images.image, "data": images.data, "image_number": images.image_number}
     found = continue_image(
         ImageGenerationOptions(
             checkpoint=checkpoint,
             output=output,
-            image_rows=pictures.image_rows,
-            samples=1 if pictures.samples is None else pictures.samples,
+            image_rows=images.image_rows,
+            samples=1 if images.samples is None else images.samples,
             strategy=strategy,
             **options,
         ),

@@ -39,9 +39,9 @@ class ImageFlags:
     """Scale every image until it covers N x N or H x W pixels, and cut out its centre. Default: all images must have
     the size of the first."""
     channels: Annotated[int | None, arg(metavar="{1,3}")] = None
-    """Convert every image to 1 channel (grey) or 3 (colour). Default: all images must have those of the first."""
+    """Convert every image to 1 channel (grey) or 3 (color). Default: all images must have those of the first."""
     palette: Annotated[int | None, arg(metavar="N")] = None
-    """One token per pixel: the nearest of N colours, chosen by k-means, as for Image GPT. Default: the pixels' values,
+    """One token per pixel: the nearest of N colors, chosen by k-means, as for Image GPT. Default: the pixels' values,
     for patches."""
     image_field: str = "image"
     """Parquet column with the images: bytes of a file, or Hugging Face's struct of bytes and path."""
@@ -51,13 +51,13 @@ class ImageFlags:
     def options(self) -> ImageOptions:
         """Build the choices about the format; raise ConfigError or DataError for an invalid value."""
         from data_pipeline.prepare.image_formats import ImageOptions
-        from data_pipeline.prepare.images.fit_palette import check_colours
+        from data_pipeline.prepare.images.fit_palette import check_colors
 
         if self.palette is not None:
-            check_colours(self.palette)
+            check_colors(self.palette)
         if not self.image_field:
             raise ConfigError("--image-field is empty. Name the column with the images, such as image.")
-        return ImageOptions(size=_size(self.image_size), channels=self.channels, colours=self.palette or 0)
+        return ImageOptions(size=_size(self.image_size), channels=self.channels, colors=self.palette or 0)
 
 
 def _size(given: str) -> tuple[int, int] | None:
@@ -128,10 +128,8 @@ def build_images(
             strict=corpus.strict,
         )
         hash_source(source)
-        if image_options.colours and reused is None:
-            with progress(
-                f"choosing {image_options.colours} colours", total=source.num_bytes, rate=byte_rate
-            ) as update:
+        if image_options.colors and reused is None:
+            with progress(f"choosing {image_options.colors} colors", total=source.num_bytes, rate=byte_rate) as update:
                 made, rule = choose_format(source, image_options, say=note, reading=update)
         else:
             made, rule = choose_format(source, image_options, reused=reused, say=note)
@@ -156,7 +154,7 @@ def _say_build(report: BuildReport, found: ImageFormat, *, json: bool) -> None:
 
     if json:
         shape = {"height": found.height, "width": found.width, "channels": found.channels}
-        shape |= {"classes": list(found.classes), "colours": found.num_colours}
+        shape |= {"classes": list(found.classes), "colors": found.num_colors}
         print_json(dataclasses.asdict(report) | {"image_format": shape})
         return
     rows = []
@@ -171,7 +169,7 @@ def _say_build(report: BuildReport, found: ImageFormat, *, json: bool) -> None:
         )
     else:
         print_line(f"{report.output} was made in {report.seconds:.1f} s.")
-    if found.num_colours or found.classes:
+    if found.num_colors or found.classes:
         print_line(f"Next: {command_line('train', *_run_flags(report, found))}")
     else:
         print_line(
@@ -185,9 +183,9 @@ def _run_flags(report: BuildReport, found: ImageFormat) -> list[object]:
     from launcher.config.load_config import load_run_config
 
     shape = {f"model.image.{side}": getattr(found, side) for side in ("height", "width", "channels")}
-    if found.num_colours:
+    if found.num_colors:
         recipe, tokens = "igpt-small", found.num_tokens
-        shape |= {"model.vocab_size": found.num_colours + 1, "model.output_vocab_size": found.num_colours}
+        shape |= {"model.vocab_size": found.num_colors + 1, "model.output_vocab_size": found.num_colors}
         shape |= {"model.max_positions": tokens, "data.seq_len": _IMAGES_PER_ROW * tokens}
         shape |= {"train.tokens_per_step": _IMAGES_PER_ROW * tokens}
     else:
@@ -213,14 +211,14 @@ def image_rows(found: Description, images: ImageContents) -> dict[str, str]:
         "images": f"{found.documents:,}",
         "height x width, pixels": f"{images.height:,} x {images.width:,}",
         "channels": str(images.channels),
-        "palette colours": f"{images.colours:,}" if images.colours else "none: pixel values",
+        "palette colors": f"{images.colors:,}" if images.colors else "none: pixel values",
         "tokens per image": f"{images.tokens_per_image:,}",
         "classes": f"{len(images.classes):,}" if images.classes else "none",
     }
-    counted = list(zip(images.classes, images.images_per_class, strict=True))
-    for number, (name, count) in enumerate(counted[:_SHOWN_CLASSES]):
+    named = list(zip(images.classes, images.images_per_class, strict=True))
+    for number, (name, count) in enumerate(named[:_SHOWN_CLASSES]):
         rows[f"images in class {number}, {name}"] = f"{count:,}"
-    if counted[_SHOWN_CLASSES:]:
-        rest = [count for _, count in counted[_SHOWN_CLASSES:]]
+    if named[_SHOWN_CLASSES:]:
+        rest = [count for _, count in named[_SHOWN_CLASSES:]]
         rows[f"images in {len(rest):,} more classes"] = f"{sum(rest):,}"
     return rows

@@ -42,7 +42,7 @@ def inspect(
         seed: run.seed of the run that reads it.
         picture: Write a picture of some images from all classes.
     """
-    from data_pipeline.image_contents import write_picture
+    from data_pipeline.image_contents import write_sheet
     from data_pipeline.inspect import describe, show_row
     from data_pipeline.mixture.file import is_mixture
     from data_pipeline.shards.manifest import VALIDATION_FOLDER
@@ -68,7 +68,7 @@ def inspect(
         which = {"row": row, "block": block, "epoch": epoch, "seed": seed}
         shown = show_row(folder, seq_len=seq_len, source_seq_len=source_seq_len, **which)
     if picture is not None:
-        write_picture(folder, picture)
+        write_sheet(folder, picture)
     if json:
         out: dict[str, Any] = dataclasses.asdict(found[0]) | {"validation": None}
         if len(found) > 1:
@@ -111,8 +111,8 @@ def _inspect_mixture(path: Path, *, json: bool) -> None:
 def _description_table(found: list[Description]) -> str:
     # Every split is described at the same row length and gets the same table rows: a power of two without documents in
     # one split is shown there as 0.
-    exponents = sorted({int(key.removeprefix("2^")) for d in found for key in d.length_histogram})
-    columns = [_description_column(d, exponents) for d in found]
+    powers = sorted({int(key.removeprefix("2^")) for d in found for key in d.length_histogram})
+    columns = [_description_column(d, powers) for d in found]
     column_names = [d.split for d in found]
     column_names.insert(0, found[0].folder)
     rows: list[list[str]] = []
@@ -123,7 +123,7 @@ def _description_table(found: list[Description]) -> str:
     return table(column_names, rows)
 
 
-def _description_column(found: Description, exponents: list[int]) -> dict[str, str]:
+def _description_column(found: Description, powers: list[int]) -> dict[str, str]:
     """Return a split's properties keyed by table row names; documents are counted by powers of two."""
     if found.images is not None:
         rows = image_rows(found, found.images)
@@ -153,7 +153,7 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
         column["rows per epoch"] = f"{prefix}{found.packing.rows:,}{sample}"
         column["padding"] = f"{prefix}{100 * found.packing.padding_share:.2f}%"
         column |= truncation_counts(found.packing)
-    for k in exponents:
+    for k in powers:
         count = found.length_histogram.get(f"2^{k}", 0)
         column[f"documents of {2**k:,} to {2 ** (k + 1) - 1:,} tokens"] = str(count)
     return column

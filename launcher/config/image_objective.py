@@ -106,8 +106,3 @@ def _check_heads(config: RunConfig) -> None:
             f"model.classes={classes}: only the loss of train.class_weight trains the class head beside the token "
             "head, and it is 0.\nTry --train.class_weight 1, or model.classes=0."
         )
-    if config.train.chunk_tokens:
-        raise ConfigError(
-            f"train.chunk_tokens={config.train.chunk_tokens} does not work with a class head beside a token head: "
-            "both read the last hidden states. Set train.chunk_tokens=0."
-        )

@@ -190,7 +190,7 @@ def fixed_differences(saved: ModelConfig, current: ModelConfig) -> dict[str, tup
     if "image" in fixed:
         del fixed["image"]
         for name, values in _changed_fields(saved.image, current.image).items():
-            # Colours of a palette have no channels, so the weights fix only the patches'.
+            # Colors of a palette have no channels, so the weights fix only the patches'.
             if name not in RESOLUTION and (current.image.patch or name != "channels"):
                 fixed[f"image.{name}"] = values
     # A table of learned positions is a weight with one row per position; for patches it is interpolated.

@@ -78,7 +78,6 @@ def _check_pair_head(config: RunConfig) -> None:
         return
     for name, wanted, why in (
         ("train.objective", "masked", "its segments are trained with masked tokens"),
-        ("train.chunk_tokens", 0, "layers by chunks never hold the first token's full hidden state"),
         ("data.packing", "best_fit", "both segments must be complete"),
         ("data.min_rest_tokens", 1, "both segments must be complete"),
     ):

@@ -100,13 +100,13 @@ def written_pairs() -> Iterator[tuple[str, dict[str, str]]]:
     for number in range(_SENTENCES):
         a, b, c = (key64(number, part) % 100 for part in range(3))
         texts = {
-            "en": f"Somebody added {_english(a)} and {_english(b)} and wrote down {_english(c)}.",
+            "en": f"Somebody added {_in_words(a)} and {_in_words(b)} and wrote down {_in_words(c)}.",
             "de": f"Jemand hat {_german(a)} und {_german(b)} zusammengezählt und {_german(c)} aufgeschrieben.",
         }
         yield f"page {number // 10}", texts
 
 
-def _english(number: int) -> str:
+def _in_words(number: int) -> str:
     if number < 13:
         return _ONES["en"][number]
     if number < 20:

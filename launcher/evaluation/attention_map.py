@@ -39,7 +39,7 @@ from longctx.tokenizer import Tokenizer
 PAGE_TOKENS = 512
 """Maximum tokens for a page that shows each token's attention."""
 LEAST = 1e-4
-"""Share with the darkest colour; smaller shares get the same."""
+"""Share with the darkest color; smaller shares get the same."""
 _STEPS = 65535
 """Quantization steps for a share on the page: two bytes each."""
 

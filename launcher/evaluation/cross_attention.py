@@ -148,7 +148,7 @@ def compute_cross_attention(folder: Path, source: list[int], target: list[int], 
 
 @styled
 def plot_cross_attention(weights_TS: np.ndarray, target: list[str], source: list[str], caption: str, name: str) -> str:
-    """Draw target tokens down and source tokens across, with attention as each square's colour."""
+    """Draw target tokens down and source tokens across, with attention as each square's color."""
     height = 2.2 + 0.19 * len(target)
     fig, (axes,) = new_fig(1, height=height)
     image = axes.imshow(weights_TS, cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest", aspect="auto")

@@ -32,7 +32,7 @@ OF_ENCODERS = {
 """Tasks for models that have an encoder or are one; each runs alone, except masked and pairs together."""
 OF_IMAGES = {
     "classes": "accuracy, loss and confusions of a class head on a folder of images; needs model.classes",
-    "pixels": "bits per pixel of Image GPT, compared with single colours' frequencies; needs colours of a palette",
+    "pixels": "bits per pixel of Image GPT, compared with single colors' frequencies; needs colors of a palette",
     "probe": "accuracy of a linear classifier on each layer's features; needs --fit-data",
 }
 """Tasks for models of images; each runs alone."""

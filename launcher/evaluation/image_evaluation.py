@@ -57,7 +57,7 @@ _SHOWN_CONFUSIONS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageOptions(Computation):
+class ImageEvaluationOptions(Computation):
     """Options for the tasks ``classes`` and ``pixels``."""
 
     checkpoint: Path
@@ -95,7 +95,7 @@ class _Opened:
     class_names: tuple[str, ...]
 
 
-def evaluate_images(options: ImageOptions, progress: Progress) -> dict[str, Any]:
+def evaluate_images(options: ImageEvaluationOptions, progress: Progress) -> dict[str, Any]:
     """Evaluate on the ranks that a launcher started, or in this process; return the scores on rank 0. Collective.
 
     Raise ConfigError if the task does not fit the model, or the images do not.
@@ -130,7 +130,7 @@ def _score(
     scores: ClassScores | PixelScores,
     batches: ImageBatches,
     mesh: Mesh,
-    options: ImageOptions,
+    options: ImageEvaluationOptions,
     folder: Path,
     device: torch.device,
     update: Any,
@@ -201,7 +201,7 @@ class ClassScores:
 
 
 class PixelScores:
-    """Running sums over predicted colours, and how often each occurs."""
+    """Running sums over predicted colors, and how often each occurs."""
 
     def __init__(self, decoder: Decoder) -> None:
         objective = "causal" if decoder.config.causal else "masked"
@@ -212,7 +212,7 @@ class PixelScores:
         self._counts = torch.zeros(decoder.config.vocab_size, dtype=torch.int64)
 
     def add(self, batch: Batch) -> Tensor:
-        """Add a batch's predicted colours, or those of this rank; return the tokens' losses [N]."""
+        """Add a batch's predicted colors, or those of this rank; return the tokens' losses [N]."""
         nll_N = self._task.token_nll(batch).flatten()
         targets_N = batch.targets.flatten()
         self._nll += float(nll_N.double().sum())
@@ -236,12 +236,12 @@ class PixelScores:
         }
 
 
-def _open(options: ImageOptions) -> _Opened:
+def _open(options: ImageEvaluationOptions) -> _Opened:
     """Open model and images; raise ConfigError if they do not fit the task or each other."""
     request = f"--tasks {options.task}"
     folder = find_image_model(options.checkpoint, request)
     _, model, _ = open_reader(folder)
-    (_check_class_head if options.task == CLASSES else _check_colours)(model, folder)
+    (_check_class_head if options.task == CLASSES else _check_colors)(model, folder)
     shards = open_shards(options.data, folder, option=DATA, request=request)
     model_source = open_image_model(folder, shards)
     check_shards(model_source, shards, option=DATA)
@@ -262,18 +262,18 @@ def _check_class_head(model: ModelConfig, folder: Path) -> None:
         raise ConfigError(f"--tasks classes needs a class head, and {folder} has none (model.classes=0).\n{others}.")
 
 
-def _check_colours(model: ModelConfig, folder: Path) -> None:
+def _check_colors(model: ModelConfig, folder: Path) -> None:
     others = "Use --tasks probe"
     if model.classes:
         others = "Use --tasks classes or --tasks probe"
     if model.image.patch:
         raise ConfigError(
-            f"--tasks pixels needs a model that predicts colours, and {folder} reads patches "
+            f"--tasks pixels needs a model that predicts colors, and {folder} reads patches "
             f"(model.image.patch={model.image.patch}).\n{others}."
         )
     if not model.predicts_tokens:
         raise ConfigError(
-            f"--tasks pixels needs a model that predicts colours, and {folder} has no token head "
+            f"--tasks pixels needs a model that predicts colors, and {folder} has no token head "
             f"(model.token_head=false).\n{others}."
         )
 
@@ -287,7 +287,7 @@ def _mask_rule(folder: Path) -> MaskRule:
     return MaskRule(data.get("mask_rate", MaskRule.rate))
 
 
-def _write(options: ImageOptions, opened: _Opened, found: dict[str, Any]) -> dict[str, Any]:
+def _write(options: ImageEvaluationOptions, opened: _Opened, found: dict[str, Any]) -> dict[str, Any]:
     """Write the scores and return them."""
     scores: dict[str, Any] = {"model": opened.model_source.name, "data": str(opened.shards.folder)}
     if options.task == PIXELS:

@@ -105,9 +105,9 @@ def check_shards(model_source: ModelSource, shards: ShardSet, *, option: str) ->
     model, stored, own = model_source.model, shards.image_format, image_format_of(model_source)
     image, where, folder = model.image, f"{option} {shards.folder}", model_source.folder
     if bool(stored.palette) == bool(image.patch):
-        holds, reads, how = "pixel values", "colours of a palette (model.image.patch=0)", _REBUILD.format(folder)
+        holds, reads, how = "pixel values", "colors of a palette (model.image.patch=0)", _REBUILD.format(folder)
         if stored.palette:
-            holds, reads = f"colours of a palette of {stored.num_colours}", f"patches (model.image.patch={image.patch})"
+            holds, reads = f"colors of a palette of {stored.num_colors}", f"patches (model.image.patch={image.patch})"
             how = "longctx data build --kind images --source … --output …, without --palette"
         raise ConfigError(f"{where} holds {holds}, and {folder} reads {reads}.\nBuild the data again: {how}")
     if stored.channels != image.channels:
@@ -120,10 +120,10 @@ def check_shards(model_source: ModelSource, shards: ShardSet, *, option: str) ->
             f"the images in {where} have {stored.height} × {stored.width} pixels, and {folder} reads "
             f"{image.height} × {image.width}.\nBuild the data again with --image-size {image.height}x{image.width}."
         )
-    if stored.palette != own.palette or stored.num_colours >= model.vocab_size > 0:
+    if stored.palette != own.palette or stored.num_colors >= model.vocab_size > 0:
         raise ConfigError(
-            f"{where} has another palette ({stored.num_colours} colours) than {folder} ({own.num_colours}): ids would "
-            f"be other colours.\nBuild the data again: {_REBUILD.format(folder)}"
+            f"{where} has another palette ({stored.num_colors} colors) than {folder} ({own.num_colors}): ids would "
+            f"be other colors.\nBuild the data again: {_REBUILD.format(folder)}"
         )
 
 
@@ -221,4 +221,4 @@ class ImageBatches:
 
 
 def _channels(count: int) -> str:
-    return "1 channel (grey)" if count == 1 else f"{count} channels (colour)"
+    return "1 channel (grey)" if count == 1 else f"{count} channels (color)"

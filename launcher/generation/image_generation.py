@@ -1,4 +1,4 @@
-"""``generate --image``: continue a picture below its upper rows, with a model that predicts colours (Image GPT).
+"""``generate --image``: continue a picture below its upper rows, with a model that predicts colors (Image GPT).
 
 The model reads the begin token and the given rows, then predicts pixel by pixel in reading order.
 """
@@ -66,7 +66,7 @@ class ImageGenerationOptions(Computation):
             raise ConfigError(f"--samples {self.samples} must be at least 1.")
         if self.samples > 1 and isinstance(self.strategy, Greedy):
             raise ConfigError(
-                f"--samples {self.samples} would all be equal, because the most likely colour is chosen each time. Add "
+                f"--samples {self.samples} would all be equal, because the most likely color is chosen each time. Add "
                 "--temperature 1, or leave out --samples."
             )
         if self.output.suffix.lower() != ".png":
@@ -85,7 +85,7 @@ class ImageGenerationOptions(Computation):
 def continue_image(options: ImageGenerationOptions, progress: Progress) -> Path:
     """Continue a picture on the ranks that a launcher started, or in this process; return its file. Collective.
 
-    Raise ConfigError if the model does not predict colours, or for a picture that cannot be read.
+    Raise ConfigError if the model does not predict colors, or for a picture that cannot be read.
     """
     with joined_ranks(options) as device:
         model_source = on_every_rank(lambda: _open(options))
@@ -96,7 +96,7 @@ def continue_image(options: ImageGenerationOptions, progress: Progress) -> Path:
                 "ranks idle.\nLeave out --parallel.context."
             )
         # Rank 0 reads the picture: other ranks may not have the file.
-        ids = on_rank_0(lambda: _picture(options, model_source))
+        ids = on_rank_0(lambda: _read_colors(options, model_source))
         num_rows = _given_rows(options, model_source)
         decoder = build_decoder(model_source, mesh, getattr(torch, options.dtype), device)
         given = ids[: num_rows * model_source.model.image.width]
@@ -114,9 +114,9 @@ def _continuations(
     given: list[int],
     update: Update,
 ) -> list[list[int]]:
-    """Return the colours after the given ones, one list per sample."""
+    """Return the colors after the given ones, one list per sample."""
     image, found = model_source.model.image, list[list[int]]()
-    begin = image_format_of(model_source).num_colours
+    begin = image_format_of(model_source).num_colors
     request = GenerationOptions(
         max_new_tokens=image.num_tokens - len(given),
         strategy=options.strategy,
@@ -137,26 +137,26 @@ def _continuations(
 
 
 def _open(options: ImageGenerationOptions) -> ModelSource:
-    """Open a model that predicts colours; raise ConfigError if it does not."""
+    """Open a model that predicts colors; raise ConfigError if it does not."""
     folder = find_image_model(options.checkpoint, "generate --image")
     model_source = open_model(folder, options.tokenizer)
     model = model_source.model
     why = ""
     if model.image.patch:
-        why = f"it reads patches (model.image.patch={model.image.patch}), which have no colours to predict"
+        why = f"it reads patches (model.image.patch={model.image.patch}), which have no colors to predict"
     elif not model.predicts_tokens:
         why = "it has no token head (model.token_head=false)"
     elif not model.causal:
-        why = "it predicts masked colours from both sides (model.causal=false)"
+        why = "it predicts masked colors from both sides (model.causal=false)"
     if why:
         raise ConfigError(
-            f"{folder} cannot continue a picture: {why}.\nUse a causal model of colours (Image GPT, "
+            f"{folder} cannot continue a picture: {why}.\nUse a causal model of colors (Image GPT, "
             f"model.image.patch=0), or measure this one: longctx evaluate --tasks {_task_for(model_source)}."
         )
-    colours = image_format_of(model_source).num_colours
-    if not colours or colours >= model.vocab_size or colours > model.head_rows:
+    colors = image_format_of(model_source).num_colors
+    if not colors or colors >= model.vocab_size or colors > model.head_rows:
         raise ConfigError(
-            f"{model_source.tokenizer.path} has a palette of {colours} colours, and {folder} has "
+            f"{model_source.tokenizer.path} has a palette of {colors} colors, and {folder} has "
             f"model.vocab_size={model.vocab_size}. Name a folder of the images it was trained on: --tokenizer FOLDER"
         )
     _given_rows(options, model_source)
@@ -182,8 +182,8 @@ def _given_rows(options: ImageGenerationOptions, model_source: ModelSource) -> i
     return num_rows
 
 
-def _picture(options: ImageGenerationOptions, model_source: ModelSource) -> list[int]:
-    """Return the picture's colours in the model's size, in reading order."""
+def _read_colors(options: ImageGenerationOptions, model_source: ModelSource) -> list[int]:
+    """Return the picture's colors in the model's size, in reading order."""
     image, image_format = model_source.model.image, image_format_of(model_source)
     try:
         pixels = _pixels(options)
@@ -219,15 +219,15 @@ def _write(
 ) -> Path:
     """Write the sheet: the original, the given rows, and the samples."""
     image, image_format = model_source.model.image, image_format_of(model_source)
-    pictures = [_drawn(ids, image.height, image_format) for ids in (original, original, *samples)]
-    pictures[1][num_rows:] = _NOT_GIVEN
+    images = [_drawn(ids, image.height, image_format) for ids in (original, original, *samples)]
+    images[1][num_rows:] = _NOT_GIVEN
     names = ["original", f"given: {num_rows} rows"]
     names += [f"sample {number}" if len(samples) > 1 else "continued" for number in range(1, len(samples) + 1)]
     title = f"{model_source.name}: {options.name}"
-    write_atomically(options.output, draw_sheet(pictures, names, title))
+    write_atomically(options.output, draw_sheet(images, names, title))
     return options.output
 
 
 def _drawn(ids: Sequence[int], height: int, image_format: ImageFormat) -> np.ndarray:
-    """Return an image's pixels from its colours, uint8 [H, W, C]."""
-    return image_format.colours_of(np.array(ids).reshape(height, -1))
+    """Return an image's pixels from its colors, uint8 [H, W, C]."""
+    return image_format.colors_of(np.array(ids).reshape(height, -1))

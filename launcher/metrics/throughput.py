@@ -12,7 +12,7 @@ from functools import cache
 from longctx.architecture.fields import decoder_of, encoder_of
 from longctx.architecture.image_stages import stage_configs
 from longctx.architecture.layer_specs import mixers_of
-from longctx.architecture.size import count_matrices, document_head_size, merging_size
+from longctx.architecture.size import count_matrices, document_head_size, merging_size, unread_size
 from longctx.config import ModelConfig
 
 _PEAK_TFLOPS_BFLOAT16: tuple[tuple[str, float], ...] = (
@@ -85,8 +85,9 @@ def training_flops(
     attention in all layers that is ``6·P·Σ n + 12·L·H·D · Σ n·(n + 1)/2``. Only a ``head_share`` fraction of tokens has
     logits. With an encoder, each document reads a source with its length in ``source_lengths``: source tokens go
     through ``source_parameters`` and the encoder's mixers, and cross attention costs ``4·L·H·D·n·s``. A head for
-    documents costs 6 per weight and document. With stages (Swin), each stage has a quarter of the tokens before it,
-    and its own weights; a merging multiplies the tokens after it.
+    documents costs 6 per weight and document; if it reads first tokens and is the only head, so does the last layer
+    after attention. With stages (Swin), each stage has a quarter of the tokens before it, and its own weights; a
+    merging multiplies the tokens after it.
     """
     if config.image.depths:
         return 3 * _stage_flops(config, lengths)
@@ -94,6 +95,7 @@ def training_flops(
     mixing = sum(count * mixer.flops(config, lengths) for mixer, count in mixers_of(config).items())
     # Tokens without logits skip the head.
     without = round(2 * head_parameters(config) * sum(lengths) * (1 - head_share))
+    without += 2 * unread_size(config) * (sum(lengths) - len(lengths))
     # Backward costs twice as much as forward, hence the factor 3.
     return 3 * (linear - without + mixing + _source_flops(config, lengths, source_lengths))
 

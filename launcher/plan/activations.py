@@ -127,7 +127,8 @@ class _Layers(TokenBytes):
         if self.chunked:
             # The gradient overwrites the last layer's output.
             last = 0
-        on_device, on_host, on_disk, stream = self._split_by_store(layers, self._mtp_bytes() + by_rows * heads * self.x)
+        after_last = self._mtp_bytes() + self._forks() + by_rows * heads * self.x
+        on_device, on_host, on_disk, stream = self._split_by_store(layers, after_last)
         kept += self.tokens * (sum(on_device) + last + stream) + head
         # In the last layer's backward, the head's gradient and the last norm's input are already freed.
         below = self.tokens * sum(on_device) + shared
@@ -345,6 +346,13 @@ class _Layers(TokenBytes):
             # The block's input, the tensor concatenated with it, and the branch.
             kept = 3 * self.x
         return self.model.mtp_layers * kept
+
+    def _forks(self) -> int:
+        """Return bytes per token of residual streams copied for heads beside the token head."""
+        model = self.model
+        if not self.chunked or not model.predicts_tokens:
+            return 0
+        return self.x * ((model.pair_head != "none") + (model.classes > 0))
 
     def _split_by_store(self, kept: list[int], extra_bytes: int = 0) -> tuple[list[int], int, int, int]:
         """Split the layers' bytes per token into device, host and disk; return also the rest that stays on the device.

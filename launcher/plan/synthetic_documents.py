@@ -72,13 +72,13 @@ def _images(config: ResolvedConfig, stream: Stream) -> Stream:
     padding = torch.tensor(stream.documents.padding or (), dtype=torch.int64)
     is_padding = torch.isin(stream.document_ids, padding)
     ids = stream.document_ids.masked_fill(is_padding, PADDING_DOCUMENT)
-    following = torch.zeros_like(ids).masked_fill(is_padding, IGNORED_TARGET)
+    next_ids = torch.zeros_like(ids).masked_fill(is_padding, IGNORED_TARGET)
     pixels = labels = None
     if config.model.image.patch:
         pixels = torch.zeros((*ids.shape, config.model.image.pixel_bytes), dtype=torch.uint8)
     if config.model.classes:
         labels = torch.zeros_like(ids).masked_fill(is_padding | (stream.positions > 0), IGNORED_TARGET)
-    return replace(stream, document_ids=ids, next_token_ids=following, pixels=pixels, labels=labels)
+    return replace(stream, document_ids=ids, next_token_ids=next_ids, pixels=pixels, labels=labels)
 
 
 def _stream(documents: PackedDocuments, rows: int) -> Stream:

@@ -40,7 +40,7 @@ from longctx.files import write_atomically
 COMPARISON_FILE = "comparison.html"
 
 RUN_COLORS = ("#3b82c4", "#e08a1e", "#3a9d6e", "#d1495b", "#8e6bbf", "#8a8f98", "#b5651d", "#17a2b8")
-"""Line colours in the order of runs; they repeat after the last one."""
+"""Line colors in the order of runs; they repeat after the last one."""
 _SAME_TOKENIZER_RATIO = 1.005
 """Runs whose bytes per token differ by at most this ratio count as having one tokenizer: validation texts may differ a
 little."""

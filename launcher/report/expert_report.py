@@ -198,7 +198,7 @@ def plot_balance(routed: Sequence[Record]) -> str | None:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     for axes in axes_list[len(curves) :]:
         axes.set_visible(False)
-    # All panels draw the same layers in the same colours, so they share one legend.
+    # All panels draw the same layers in the same colors, so they share one legend.
     handles, labels = axes_list[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside upper right", ncols=len(rows))
     return to_svg(fig, "balance")
@@ -220,13 +220,13 @@ def _columns(loads_SE: np.ndarray) -> np.ndarray:
     """Sum steps in equal groups, to at most ``MAX_COLUMNS`` rows [C, E]."""
     size = math.ceil(len(loads_SE) / MAX_COLUMNS)
     padding = np.zeros((-len(loads_SE) % size, loads_SE.shape[1]))
-    # Sums, not means: the colours show load over mean, which is the same for a sum.
+    # Sums, not means: the colors show load over mean, which is the same for a sum.
     return np.concatenate([loads_SE, padding]).reshape(-1, size, loads_SE.shape[1]).sum(axis=1)
 
 
 def _log_loads(loads_XE: np.ndarray) -> np.ndarray:
     """Return log2(load / row mean) within ±2; −3 marks an expert without tokens, NaN a row without any."""
-    # A row without tokens gives 0 / 0, an expert without tokens log 0: each has its own colour.
+    # A row without tokens gives 0 / 0, an expert without tokens log 0: each has its own color.
     with np.errstate(invalid="ignore", divide="ignore"):
         logs_XE = np.log2(loads_XE / loads_XE.mean(axis=1, keepdims=True))
     return np.where(np.isneginf(logs_XE), -3.0, np.clip(logs_XE, -2.0, 2.0))

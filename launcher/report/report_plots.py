@@ -1,6 +1,6 @@
-"""Report plots: each function takes numbers and returns one inline SVG in the page's colours.
+"""Report plots: each function takes numbers and returns one inline SVG in the page's colors.
 
-Object-oriented matplotlib with the SVG backend only: no window, no pyplot state. Text stays text, and the two colours
+Object-oriented matplotlib with the SVG backend only: no window, no pyplot state. Text stays text, and the two colors
 that depend on a light or dark page are written as CSS.
 """
 
@@ -23,7 +23,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, Percent
 from launcher.metrics.metrics_console import short_number
 
 INK, GRID = "#0a0b0c", "#0d0e0f"
-"""Placeholders that ``to_svg`` replaces with the page's text and grid colours."""
+"""Placeholders that ``to_svg`` replaces with the page's text and grid colors."""
 BLUE, PALE_BLUE, ORANGE, GRAY, RED, GREEN = "#3b82c4", "#9cc3e6", "#e08a1e", "#8a8f98", "#d1495b", "#3a9d6e"
 
 MAX_POINTS = 1200
@@ -348,7 +348,7 @@ def to_svg(fig: Figure, name: str) -> str:
 
 
 def standalone(svg: str) -> str:
-    """Convert an SVG from ``to_svg`` to a separate file, dark on white: there is no page to take colours from."""
+    """Convert an SVG from ``to_svg`` to a separate file, dark on white: there is no page to take colors from."""
     svg = svg.replace("currentColor", "#1c2128").replace("var(--grid)", "#e6e9ed")
     # A viewer without a page shows its own background, which may be dark.
     return re.sub(r"(<svg[^>]*?)>", r'\1 style="background: #fff">', svg, count=1)

@@ -21,10 +21,10 @@ def image_rows(config: ResolvedConfig, first_row: int, rows: int, generator: tor
     """
     image, model = config.model.image, config.model
     size, capacity = image.num_tokens, config.data.seq_len // image.num_tokens
-    numbers_BT, positions_BT, starts = _places(first_row, rows, config.data.seq_len, size)
+    numbers_BT, positions_BT, starts = _positions_of_rows(first_row, rows, config.data.seq_len, size)
     shape, is_image_BT = numbers_BT.shape, numbers_BT != PADDING_DOCUMENT
     assert capacity, "check_run refuses a row without room for an image"
-    tokens_BT, following_BT = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED_TARGET)
+    tokens_BT, next_BT = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED_TARGET)
     labels_BT = pixels_BTN = None
     if image.patch:
         pixels_BTN = _random_pixels(image, positions_BT, is_image_BT, generator)
@@ -35,7 +35,7 @@ def image_rows(config: ResolvedConfig, first_row: int, rows: int, generator: tor
         if config.train.objective == "causal":
             # The begin token comes first, and the last color is only a target.
             begun_BT = colors_BT.roll(1).where(positions_BT > 0, model.vocab_size - 1)
-            tokens_BT, following_BT = begun_BT.where(is_image_BT, 0), colors_BT.where(is_image_BT, IGNORED_TARGET)
+            tokens_BT, next_BT = begun_BT.where(is_image_BT, 0), colors_BT.where(is_image_BT, IGNORED_TARGET)
     if model.classes:
         labels_BT = torch.randint(model.classes, shape, generator=generator)
         labels_BT = labels_BT.where(is_image_BT & (positions_BT == 0), IGNORED_TARGET)
@@ -43,7 +43,7 @@ def image_rows(config: ResolvedConfig, first_row: int, rows: int, generator: tor
         tokens=tokens_BT,
         positions=positions_BT,
         document_ids=numbers_BT,
-        next_token_ids=following_BT,
+        next_token_ids=next_BT,
         documents=PackedDocuments(tuple(starts)),
         pixels=pixels_BTN,
         labels=labels_BT,
@@ -54,7 +54,7 @@ def image_rows(config: ResolvedConfig, first_row: int, rows: int, generator: tor
     return stream
 
 
-def _places(first_row: int, rows: int, seq_len: int, size: int) -> tuple[Tensor, Tensor, list[int]]:
+def _positions_of_rows(first_row: int, rows: int, seq_len: int, size: int) -> tuple[Tensor, Tensor, list[int]]:
     """Return each token's document and position [B, T], and all documents' first tokens, then the end."""
     ids, positions, starts, capacity = [], [], [], seq_len // size
     for row in range(rows):

@@ -97,6 +97,21 @@ def document_head_size(config: ModelFields) -> int:
     return size
 
 
+def unread_size(config: ModelFields) -> int:
+    """Count the last layer's matrix weights after attention that only a class head's tokens need; 0 if all need them.
+
+    Routers count all tokens.
+    """
+    last = config.num_layers - 1
+    is_only = config.classes and config.class_pool == "first" and not config.predicts_tokens
+    if not is_only or config.has_experts(last):
+        return 0
+    size = _ffn(config, last)[0]["dense_ffn"]
+    if isinstance(layer_specs(config)[last].mixer, SoftmaxMixer):
+        size += config.num_heads * config.value_dim * config.hidden_size
+    return size
+
+
 def merging_size(stage: ModelFields) -> int:
     """Count the matrix weights in the merging after a stage: from four patches' channels, 4·M, to 2·M."""
     return 8 * stage.hidden_size**2

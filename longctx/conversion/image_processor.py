@@ -55,7 +55,7 @@ def model_of_folder(folder: Path, hf_config: dict[str, Any], *, mtp: bool = Fals
     if config.image.patch:
         mean, std = _normalization(values, config.image.channels)
         return replace(config, image=replace(config.image, mean=mean, std=std))
-    image, (height, width) = config.image, _sides(values)
+    image, (height, width) = config.image, _resized_to(values)
     if height * width != image.num_tokens:
         height, width = image.height, image.width
     channels = image.channels
@@ -99,8 +99,8 @@ def processor_json(config: ModelFields, model_type: str, image_format: ImageForm
     if image_format is not None and not image.patch:
         # A model of pixels has its images' shape in the data's format.
         (height, width, channels), (mean, std) = image_format.shape, ((_HALF,), (_HALF,))
-        # transformers compares colours of three channels.
-        clusters = [list(colour) * (3 // channels) for colour in image_format.palette]
+        # transformers compares colors of three channels.
+        clusters = [list(color) * (3 // channels) for color in image_format.palette]
         palette = {"do_color_quantize": True, "clusters": clusters}
         channels = 3
     settings = {
@@ -189,14 +189,14 @@ def _check_scale(values: Mapping[str, Any]) -> None:
 
 
 def _palette(values: Mapping[str, Any], config: ModelFields) -> Palette:
-    """Return the palette; empty without one. Raise ConfigError unless it has a colour for each output."""
+    """Return the palette; empty without one. Raise ConfigError unless it has a color for each output."""
     clusters = values.get("clusters")
     if clusters is None:
         return ()
     _check_scale(values)
     if not values.get("do_normalize", True) or not values.get("do_color_quantize", True):
         raise ConfigError(
-            f"do_normalize and do_color_quantize in {PROCESSOR} must be true for a model of a palette's colours."
+            f"do_normalize and do_color_quantize in {PROCESSOR} must be true for a model of a palette's colors."
         )
     for key in ("image_mean", "image_std"):
         if _of_channels(key, values.get(key, _HALF), 3) != (_HALF,):
@@ -206,20 +206,20 @@ def _palette(values: Mapping[str, Any], config: ModelFields) -> Palette:
     count = config.vocab_size - 1
     if not isinstance(clusters, list) or len(clusters) != count:
         raise ConfigError(
-            f"clusters in {PROCESSOR} must be a list of {count} colours, one less than vocab_size={config.vocab_size}."
+            f"clusters in {PROCESSOR} must be a list of {count} colors, one less than vocab_size={config.vocab_size}."
         )
-    for colour in clusters:
-        is_colour = isinstance(colour, list) and len(colour) == 3
-        if not is_colour or not all(type(part) in (int, float) and math.isfinite(part) for part in colour):
-            raise ConfigError(f"{shown(colour)} among the clusters in {PROCESSOR} must be three numbers.")
-    palette = tuple(tuple(map(float, colour)) for colour in clusters)
+    for color in clusters:
+        is_color = isinstance(color, list) and len(color) == 3
+        if not is_color or not all(type(part) in (int, float) and math.isfinite(part) for part in color):
+            raise ConfigError(f"{shown(color)} among the clusters in {PROCESSOR} must be three numbers.")
+    palette = tuple(tuple(map(float, color)) for color in clusters)
     # As written for gray images.
-    if all(len(set(colour)) == 1 for colour in palette):
-        palette = tuple(colour[:1] for colour in palette)
+    if all(len(set(color)) == 1 for color in palette):
+        palette = tuple(color[:1] for color in palette)
     return palette
 
 
-def _sides(values: Mapping[str, Any]) -> tuple[int, int]:
+def _resized_to(values: Mapping[str, Any]) -> tuple[int, int]:
     """Return the height and width that images are resized to; zeros if the settings do not say so."""
     height = width = values.get("size")
     if isinstance(height, dict):

@@ -25,7 +25,7 @@ _MOST_IMAGES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RandomImages:
-    """Random pixels, or a palette's colours if each pixel is a token."""
+    """Random pixels, or a palette's colors if each pixel is a token."""
 
     config: ModelConfig
     pixels_NCHW: Tensor | None

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
-_CONTINUES = re.compile(r"[\w-]|[.,:]\d")
+_CONTINUATION = re.compile(r"[\w-]|[.,:]\d")
 """Text that continues the same word or number."""
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -26,7 +26,7 @@ def starts_with(output: str, references: Sequence[str]) -> float:
     written = output.lstrip(" \t\r\n\"'`")
     # A longer number or word with the same start is a different answer.
     for reference in references:
-        if written.startswith(reference) and not _CONTINUES.match(written, len(reference)):
+        if written.startswith(reference) and not _CONTINUATION.match(written, len(reference)):
             return 1.0
     return 0.0
 

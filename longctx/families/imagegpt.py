@@ -1,4 +1,4 @@
-"""Image GPT: GPT-2 with RMSNorm, on the colours of a palette; its head never predicts the begin token, the last id.
+"""Image GPT: GPT-2 with RMSNorm, on the colors of a palette; its head never predicts the begin token, the last id.
 
 ``ForImageClassification`` has a class head on the mean over all pixels instead.
 """
@@ -16,13 +16,13 @@ from longctx.families.image_classes import classes_of
 from longctx.families.spec import BLOCK, ConfigRule, Family, HfConfig, tensor
 
 
-def _colours() -> ConfigRule:
-    """Return the rule for the vocabulary: colours, which have an output each, and the begin token after them."""
+def _colors() -> ConfigRule:
+    """Return the rule for the vocabulary: colors, which have an output each, and the begin token after them."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         size = integer(hf, "vocab_size")
         if size < 2:
-            raise ConfigError(f"vocab_size={size} in config.json must be at least 2: a colour and the begin token.")
+            raise ConfigError(f"vocab_size={size} in config.json must be at least 2: a color and the begin token.")
         return {"vocab_size": size, "output_vocab_size": size - 1}
 
     # Another number of outputs reads back as this one, so the loss is detected.
@@ -45,7 +45,7 @@ def _images() -> ConfigRule:
 
 
 _OWN = (
-    _colours(),
+    _colors(),
     _images(),
     classes_of("ImageGPTForImageClassification", class_pool="mean", class_bias=False, token_head=False),
     # transformers calls it ImageGPTLayerNorm: it neither subtracts the mean nor adds a bias.

@@ -21,7 +21,7 @@ from longctx.families.config_rules import (
 from longctx.families.image_classes import classes_of, of_either_class
 from longctx.families.llama import DENSE
 from longctx.families.spec import ConfigRule, Family, HfConfig, TensorRule
-from longctx.families.vit import ACTIVATIONS, square_patch, two_sides, written_sides
+from longctx.families.vit import ACTIVATIONS, height_and_width, square_patch, written_size
 from longctx.untrusted.strict_json import shown
 
 _MOST_STAGES = 8
@@ -52,7 +52,7 @@ def _stages() -> ConfigRule:
                 f"config.json contradict embed_dim={width} and depths={shown(depths)}."
             )
         ratio = typed("mlp_ratio", hf.get("mlp_ratio", 4.0), "float")
-        height, columns = two_sides(hf, "image_size", 224)
+        height, columns = height_and_width(hf, "image_size", 224)
         image = ImageShape(
             height=height,
             width=columns,
@@ -81,7 +81,7 @@ def _stages() -> ConfigRule:
             "num_layers": len(stages),
             "num_heads": [config.num_heads * 2**stage for stage in stages],
             "mlp_ratio": config.ffn_size / config.hidden_size,
-            "image_size": written_sides(image),
+            "image_size": written_size(image),
             "patch_size": image.patch,
             "num_channels": image.channels,
             "window_size": image.window,

@@ -35,7 +35,7 @@ ACTIVATIONS = {
 }
 
 
-def two_sides(hf: HfConfig, key: str, default: int) -> tuple[int, int]:
+def height_and_width(hf: HfConfig, key: str, default: int) -> tuple[int, int]:
     """Return a key's height and width; one number stands for both."""
     value = first_of(hf, (key,), default)
     sides = value if isinstance(value, list) else [value, value]
@@ -45,7 +45,7 @@ def two_sides(hf: HfConfig, key: str, default: int) -> tuple[int, int]:
     return height, width
 
 
-def written_sides(image: ImageShape) -> Any:
+def written_size(image: ImageShape) -> Any:
     """Return an image's height and width as a key's value: one number for a square."""
     if image.height == image.width:
         return image.height
@@ -54,7 +54,7 @@ def written_sides(image: ImageShape) -> Any:
 
 def square_patch(hf: HfConfig, default: int) -> int:
     """Return the patch side; raise ConfigError for patches that are not square."""
-    height, width = two_sides(hf, "patch_size", default)
+    height, width = height_and_width(hf, "patch_size", default)
     if height != width:
         raise ConfigError(f"patch_size={shown(hf['patch_size'])} in config.json is not supported; supported: squares.")
     return height
@@ -64,7 +64,7 @@ def _images() -> ConfigRule:
     """Return the rule for the images' shape, from which the number of positions follows."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        height, width = two_sides(hf, "image_size", 224)
+        height, width = height_and_width(hf, "image_size", 224)
         image = ImageShape(
             height=height,
             width=width,
@@ -76,7 +76,7 @@ def _images() -> ConfigRule:
 
     def write(config: ModelFields) -> dict[str, Any]:
         image = config.image
-        return {"image_size": written_sides(image), "patch_size": image.patch, "num_channels": image.channels}
+        return {"image_size": written_size(image), "patch_size": image.patch, "num_channels": image.channels}
 
     return ConfigRule(keys=("image_size", "patch_size", "num_channels"), read=read, write=write)
 

@@ -146,9 +146,9 @@ def _token_scores(model: Decoder, hidden_BtM: Tensor, targets_t: Tensor, is_scor
 
 def _of_logits(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """Return [2, N] for the targets, fp32."""
-    log_likelihoods_N = logits_NV.log_softmax(-1).gather(1, targets_N[:, None])[:, 0]
+    log_probs_N = logits_NV.log_softmax(-1).gather(1, targets_N[:, None])[:, 0]
     is_greedy_N = logits_NV.argmax(-1) == targets_N
-    return torch.stack((log_likelihoods_N, is_greedy_N.float()))
+    return torch.stack((log_probs_N, is_greedy_N.float()))
 
 
 def _score(found_2N: Tensor) -> Score:

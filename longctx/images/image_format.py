@@ -1,6 +1,6 @@
-"""``ImageFormat``: shape, classes and palette shared by all images in a data set, and conversion to palette colours.
+"""``ImageFormat``: shape, classes and palette shared by all images in a data set, and conversion to palette colors.
 
-With a palette an image is one colour id per pixel, as in Image GPT; without one it is its bytes. Colours are stored in
+With a palette an image is one color id per pixel, as in Image GPT; without one it is its bytes. Colors are stored in
 Hugging Face's units: value ``v`` in 0 … 255 is ``v / 127.5 - 1``, as ``clusters`` in a preprocessor_config.json.
 """
 
@@ -23,7 +23,7 @@ CHANNELS = (1, 3)
 """Grey, or red, green and blue."""
 MOST_SIDE = 16_384
 """Maximum height and width in pixels."""
-MOST_COLOURS = (1 << 16) - 1
+MOST_COLORS = (1 << 16) - 1
 """Maximum palette size: one id more, the begin token, must still fit into 16 bits."""
 MOST_CLASSES = 1 << 20
 _HALF_RANGE = 127.5
@@ -38,7 +38,7 @@ _CHECK = record(
         "width": integer_between(1, MOST_SIDE),
         "channels": integer_between(1, max(CHANNELS)),
         "classes": list_of(NAME, most=MOST_CLASSES),
-        "palette": list_of(list_of(number, least=1, most=max(CHANNELS)), most=MOST_COLOURS),
+        "palette": list_of(list_of(number, least=1, most=max(CHANNELS)), most=MOST_COLORS),
     }
 )
 
@@ -54,7 +54,7 @@ class ImageFormat:
     classes: tuple[str, ...] = ()
     """Class names in label order; empty if the images have no labels."""
     palette: tuple[tuple[float, ...], ...] = ()
-    """Colours in Hugging Face's units, ``channels`` numbers each; empty if tokens are the pixels' own values."""
+    """Colors in Hugging Face's units, ``channels`` numbers each; empty if tokens are the pixels' own values."""
 
     def __post_init__(self) -> None:
         """Raise DataError for values that no data set can have."""
@@ -62,14 +62,14 @@ class ImageFormat:
             raise DataError(problem)
 
     @property
-    def num_colours(self) -> int:
+    def num_colors(self) -> int:
         """Palette size; 0 without a palette."""
         return len(self.palette)
 
     @property
     def num_ids(self) -> int:
-        """Distinct tokens in stored images: palette colours, or the 256 values of a byte."""
-        return self.num_colours or 256
+        """Distinct tokens in stored images: palette colors, or the 256 values of a byte."""
+        return self.num_colors or 256
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +90,7 @@ class ImageFormat:
         if self.channels > 1:
             parts[1] = f"{self.channels} channels"
         if self.palette:
-            parts.append(f"{self.num_colours:,} palette colours")
+            parts.append(f"{self.num_colors:,} palette colors")
         parts.append(f"{len(self.classes):,} classes" if self.classes else "no classes")
         return ", ".join(parts)
 
@@ -114,25 +114,25 @@ class ImageFormat:
             ) from error
         del body["format"], body["version"]
         body["classes"] = tuple(body["classes"])
-        body["palette"] = tuple(tuple(float(value) for value in colour) for colour in body["palette"])
+        body["palette"] = tuple(tuple(float(value) for value in color) for color in body["palette"])
         try:
             return cls(**body)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
 
     def quantize(self, pixels: np.ndarray) -> np.ndarray:
-        """Return the nearest colour's id for each pixel in uint8 [..., C], as uint16 [...]; the lowest id wins a tie.
+        """Return the nearest color's id for each pixel in uint8 [..., C], as uint16 [...]; the lowest id wins a tie.
 
         Raises DataError if the format has no palette.
         """
         tables = self._squared_distances
-        # Most images repeat colours, so search once per distinct colour. As one integer each they sort fastest.
+        # Most images repeat colors, so search once per distinct color. As one integer each they sort fastest.
         values = pixels.reshape(-1, self.channels).astype(np.int64)
         shifts = 8 * np.arange(self.channels)
-        codes, inverse = np.unique((values << shifts).sum(axis=1), return_inverse=True)
-        distinct = (codes[:, None] >> shifts) & 255
+        packed, inverse = np.unique((values << shifts).sum(axis=1), return_inverse=True)
+        distinct = (packed[:, None] >> shifts) & 255
         nearest = np.empty(len(distinct), np.uint16)
-        step = max(1, _DISTANCES // self.num_colours)
+        step = max(1, _DISTANCES // self.num_colors)
         for start in range(0, len(distinct), step):
             part = distinct[start : start + step]
             # Channel by channel in a fixed order, without a matrix product: every machine rounds equally, so near ties
@@ -143,8 +143,8 @@ class ImageFormat:
             nearest[start : start + step] = distances.argmin(axis=1)
         return nearest[inverse.reshape(-1)].reshape(pixels.shape[:-1])
 
-    def colours_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return each id's colour, uint8 [..., C]; raise DataError if the format has no palette."""
+    def colors_of(self, ids: np.ndarray) -> np.ndarray:
+        """Return each id's color, uint8 [..., C]; raise DataError if the format has no palette."""
         self._require_palette()
         values = np.rint((np.array(self.palette) + 1) * _HALF_RANGE)
         return np.clip(values, 0, 255).astype(np.uint8)[ids]
@@ -152,16 +152,16 @@ class ImageFormat:
     def pixels_of(self, tokens: np.ndarray) -> np.ndarray:
         """Return an image's pixels from its tokens, uint8 [H, W, C]."""
         if self.palette:
-            tokens = self.colours_of(tokens)
+            tokens = self.colors_of(tokens)
         return tokens.reshape(self.shape).astype(np.uint8)
 
     @cached_property
     def _squared_distances(self) -> np.ndarray:
-        """Squared distance from each channel value to each colour, float64 [C, 256, colours]."""
+        """Squared distance from each channel value to each color, float64 [C, 256, colors]."""
         self._require_palette()
         values = np.arange(256) / _HALF_RANGE - 1
-        colours = np.array(self.palette, np.float64).T
-        return (values[None, :, None] - colours[:, None, :]) ** 2
+        colors = np.array(self.palette, np.float64).T
+        return (values[None, :, None] - colors[:, None, :]) ** 2
 
     def _require_palette(self) -> None:
         if not self.palette:
@@ -174,11 +174,11 @@ class ImageFormat:
             if not 1 <= getattr(self, name) <= MOST_SIDE:
                 problems.append(f"{name}={getattr(self, name)} must be from 1 to {MOST_SIDE}.")
         if self.channels not in CHANNELS:
-            problems.append(f"channels={self.channels} must be 1 (grey) or 3 (colour).")
-        if len(self.palette) > MOST_COLOURS:
-            problems.append(f"the palette has {len(self.palette)} colours; the most are {MOST_COLOURS}.")
-        if any(len(colour) != self.channels or not all(map(math.isfinite, colour)) for colour in self.palette):
-            problems.append(f"a palette colour does not have {self.channels} finite numbers, one per channel.")
+            problems.append(f"channels={self.channels} must be 1 (grey) or 3 (color).")
+        if len(self.palette) > MOST_COLORS:
+            problems.append(f"the palette has {len(self.palette)} colors; the most are {MOST_COLORS}.")
+        if any(len(color) != self.channels or not all(map(math.isfinite, color)) for color in self.palette):
+            problems.append(f"a palette color does not have {self.channels} finite numbers, one per channel.")
         if len(self.classes) > MOST_CLASSES:
             problems.append(f"there are {len(self.classes)} classes; the most are {MOST_CLASSES}.")
         if len(set(self.classes)) != len(self.classes):

@@ -250,8 +250,9 @@ class Decoder(nn.Module):
             return external
         # By chunks a head applies the last norm, and the token head calls its own modules once per chunk.
         norms = [norm for norm in (self.model.norm,) if norm is not None]
-        if self.class_head is not None:
-            external.extend((self.class_head, p) for norm in norms for p in norm.parameters())
+        for head in (self.pair_head, self.class_head):
+            if head is not None:
+                external.extend((head, p) for norm in norms for p in norm.parameters())
         norms.extend(block.norm for block in self.model.mtp)
         if self.lm_head is not None:
             parts = norms.copy()

@@ -93,9 +93,9 @@ def run_stages(
         )
         x_BtM = run_stack(stage, of_stage)
         if number < len(model.merges):
-            following = _stage_order(stages[number + 1].config, images)
-            merged = PatchOrder(images, order.rows, order.columns, "merge", following.side)
-            x_BtM, order = model.merges[number](_moved(x_BtM, core.mover(order, merged))), following
+            next_order = _stage_order(stages[number + 1].config, images)
+            merged = PatchOrder(images, order.rows, order.columns, "merge", next_order.side)
+            x_BtM, order = model.merges[number](_moved(x_BtM, core.mover(order, merged))), next_order
     groups = core.local_groups(order)
     tokens = torch.arange(groups.start * order.group, groups.stop * order.group, device=x_BtM.device)
     return ImageHidden(x_BtM, tokens // order.tokens_per_image)

@@ -37,9 +37,9 @@ class TokenPool:
         """Return the unscaled sums over one chunk of the tokens [S, M], without gradient."""
         return _sums(hidden_BcM, self.numbers_Bt[:, tokens], self.num_sums)
 
-    def gradient_of_chunk(self, dsums_SM: Tensor, tokens: slice, dtype: torch.dtype) -> Tensor:
+    def gradient_of_chunk(self, dout_SM: Tensor, tokens: slice, dtype: torch.dtype) -> Tensor:
         """Return a chunk's gradient [B, c, M] from the unscaled sums' gradient."""
-        return _spread(dsums_SM, self.numbers_Bt[:, tokens], dtype)
+        return _scatter(dout_SM, self.numbers_Bt[:, tokens], dtype)
 
     def scaled(self, sums_SM: Tensor) -> Tensor:
         """Multiply sums, or their gradients, by the factors."""
@@ -57,9 +57,9 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dsums_SM: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dout_SM: Tensor):  # type: ignore[override]
         (numbers_Bt,) = ctx.saved_tensors
-        return _spread(dsums_SM, numbers_Bt, ctx.dtype), None, None
+        return _scatter(dout_SM, numbers_Bt, ctx.dtype), None, None
 
 
 def _sums(hidden_BtM: Tensor, numbers_Bt: Tensor, num_sums: int) -> Tensor:
@@ -69,6 +69,6 @@ def _sums(hidden_BtM: Tensor, numbers_Bt: Tensor, num_sums: int) -> Tensor:
     return found[:num_sums]
 
 
-def _spread(dsums_SM: Tensor, numbers_Bt: Tensor, dtype: torch.dtype) -> Tensor:
-    rows_SM = torch.cat([dsums_SM, dsums_SM.new_zeros(1, dsums_SM.shape[1])])
+def _scatter(dout_SM: Tensor, numbers_Bt: Tensor, dtype: torch.dtype) -> Tensor:
+    rows_SM = torch.cat([dout_SM, dout_SM.new_zeros(1, dout_SM.shape[1])])
     return functional.embedding(numbers_Bt, rows_SM).to(dtype)

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from longctx.batch import IGNORED_TARGET, Batch
 from longctx.config import ModelConfig
-from longctx.errors import ConfigError
+from longctx.model.chunks.branch import fork
 from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.decoder import Decoder
-from longctx.model.document_head import DocumentHead
 from longctx.model.mtp import HeadInput
 from longctx.objectives.document_labels import LabelledDocuments, ReduceSums, label_logits, label_sums
 from longctx.objectives.routed_task import RoutedTask, hidden_states, identity, router_terms
@@ -69,20 +68,10 @@ class TokenPrediction(RoutedTask):
         calls it in every pass. ``shift`` is called once or twice per multi-token prediction block.
         """
         super().__init__(decoder, reduce_counts)
-        # a run rejects such a config earlier; this check is for models built in code
-        if self._document_heads and decoder.execution.chunk_tokens:
-            raise ConfigError(
-                "a pair or class head beside a token head needs full hidden states, which chunked layers do not "
-                "store: set chunk_tokens=0."
-            )
         self.terms = prediction_terms(decoder.config, mtp_weight, class_weight)
         self.reduce_sums = reduce_sums if decoder.config.class_pool == "mean" else None
         self.shift = shift
         self.z_loss, self.label_smoothing = z_loss, label_smoothing
-
-    @property
-    def _document_heads(self) -> list[DocumentHead]:
-        return [head for head in (self.network.pair_head, self.network.class_head) if head is not None]
 
     def denominators(self, batch: Countable) -> dict[str, int]:
         """Count targets, tokens (without padding), labelled documents and targets further ahead (MTP)."""
@@ -108,9 +97,7 @@ class TokenPrediction(RoutedTask):
         hidden_BtM, targets_Bt = found, batch.targets
         if mtp_batches:
             hidden_BtM = found[0].hidden_BtM
-        further: dict[str, Tensor] = {}
-        if self._document_heads:
-            further = self._label_sums(hidden_BtM, batch)
+        hidden_BtM, further = self._label_sums(hidden_BtM, batch, stream)
         if batch.masked_indices is not None and stream is None:
             hidden_BtM, targets_Bt = _at(hidden_BtM, batch.masked_indices), _at(targets_Bt, batch.masked_indices)
         sums = self._sums(hidden_BtM, targets_Bt, stream)
@@ -161,17 +148,25 @@ class TokenPrediction(RoutedTask):
             "mtp_nll": torch.stack([sums["nll"] for sums in each]).sum(),
         }
 
-    def _label_sums(self, hidden_BtM: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the document heads' cross-entropies and their numbers of correct predictions."""
-        network, documents, sums = self.network, LabelledDocuments.of(batch), dict[str, Tensor]()
-        if network.pair_head is not None:
-            found = label_sums(label_logits(network, network.pair_head, hidden_BtM, batch, documents, None), documents)
-            sums |= {"pair": found.objective, "right_pairs": found.right}
-        if network.class_head is not None:
-            logits_FC = label_logits(network, network.class_head, hidden_BtM, batch, documents, self.reduce_sums)
+    def _label_sums(
+        self, hidden_BtM: Tensor, batch: Batch, stream: ResidualStream | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the token head's input, and the document heads' cross-entropies and counts of correct predictions."""
+        network, sums = self.network, dict[str, Tensor]()
+        heads = (
+            ("pair", "right_pairs", network.pair_head, None),
+            ("class", "right_classes", network.class_head, self.reduce_sums),
+        )
+        for loss, right, head, reduce_sums in heads:
+            if head is None:
+                continue
+            given, copy, documents = hidden_BtM, None, LabelledDocuments.of(batch)
+            if stream is not None:
+                hidden_BtM, copy, given = fork(stream, hidden_BtM)
+            logits_FC = label_logits(network, head, given, batch, documents, reduce_sums, stream=copy)
             found = label_sums(logits_FC, documents)
-            sums |= {"class": found.objective, "right_classes": found.right}
-        return sums
+            sums |= {loss: found.objective, right: found.right}
+        return hidden_BtM, sums
 
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:

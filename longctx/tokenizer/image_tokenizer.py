@@ -26,7 +26,7 @@ _BEGIN = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')
 
 
 class ImageTokenizer(Tokenizer):
-    """Ids of pixels: the 256 values of a byte, or palette colours and one id for begin and mask.
+    """Ids of pixels: the 256 values of a byte, or palette colors and one id for begin and mask.
 
     Stored images contain pixels only: no id begins or ends them.
     """
@@ -36,11 +36,11 @@ class ImageTokenizer(Tokenizer):
     def __init__(self, content: bytes, *, path: Path) -> None:
         """Parse the content of ``image.json``; ``path`` is the file or folder for messages."""
         self.format = ImageFormat.from_json(content, path)
-        colours = self.format.num_colours
+        colors = self.format.num_colors
         # Image GPT puts this id before the first pixel, or in place of a masked one.
         extra_id, vocab_size = None, 256
-        if colours:
-            extra_id, vocab_size = colours, colours + 1
+        if colors:
+            extra_id, vocab_size = colors, colors + 1
         is_control = np.zeros(vocab_size, dtype=bool)
         if extra_id is not None:
             is_control[extra_id] = True
@@ -75,13 +75,13 @@ class ImageTokenizer(Tokenizer):
         return [""] * len(ids)
 
     def piece(self, token: int) -> str:
-        """Return a description of an id: its value, its colour, or ``begin``."""
-        if not self.format.num_colours:
+        """Return a description of an id: its value, its color, or ``begin``."""
+        if not self.format.num_colors:
             return f"value {token}"
         if self.is_control[token]:
             return "begin"
-        values = ", ".join(map(str, self.format.colours_of(np.array(token)).tolist()))
-        return f"colour {token} ({values})"
+        values = ", ".join(map(str, self.format.colors_of(np.array(token)).tolist()))
+        return f"color {token} ({values})"
 
     def _decode_text(self, ids: list[int]) -> str:
         return ""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.transport.plan_agreement import PlanWording, SharedPlan, verify_plan
+from parallel.transport.plan_comparison import PlanTexts, SharedPlan, verify_plan
 
-_WORDING = PlanWording(
+_TEXTS = PlanTexts(
     plan="schedule",
     call="attention call",
     advice=(
@@ -35,4 +35,4 @@ def verify_across_ranks(plan: SharedPlan, mesh: Mesh, signature: str, problem: s
 
     Raise ConfigError on every rank if one has a ``problem``, ClusterError on a mismatch.
     """
-    verify_plan(plan, mesh, signature, problem, _WORDING)
+    verify_plan(plan, mesh, signature, problem, _TEXTS)

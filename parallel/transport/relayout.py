@@ -24,9 +24,9 @@ from parallel.layout.token_placement import TokenPlacement
 from parallel.mesh import Mesh
 from parallel.runtime.activity import ACTIVITY
 from parallel.schedule.relayout_plan import RelayoutPlan, RowMoves, plan_relayout
-from parallel.transport.plan_agreement import PlanWording, verify_plan
+from parallel.transport.plan_comparison import PlanTexts, verify_plan
 
-_WORDING = PlanWording(
+_TEXTS = PlanTexts(
     plan="relayout",
     call="relayout",
     advice=(
@@ -54,7 +54,7 @@ class Relayout:
         problem = plan.problem
         if problem is None and source.degree != mesh.context:
             problem = f"the placements have {source.degree} ranks; the mesh has context {mesh.context}."
-        verify_plan(plan, mesh, f"context {mesh.context}", problem, _WORDING)
+        verify_plan(plan, mesh, f"context {mesh.context}", problem, _TEXTS)
         return cls(mesh, plan)
 
     @cached_property

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_pipeline.image_contents import SHEET_IMAGES, _spread, image_contents, write_picture
+from data_pipeline.image_contents import SHEET_IMAGES, _spread, image_contents, write_sheet
 from data_pipeline.inspect import decode_rows, describe, show_row
 from data_pipeline.mixture.description import describe_mixture
 from data_pipeline.prepare.build_shards import build_shards
@@ -32,11 +32,11 @@ def build(tmp_path: Path, count: int = 40, label_field: str = "label", **choices
 
 
 def test_images_are_counted_by_class(tmp_path: Path):
-    found = image_contents(ShardSet.open(build(tmp_path, colours=4)))
+    found = image_contents(ShardSet.open(build(tmp_path, colors=4)))
     shards = ShardSet.open(tmp_path / "out")
     counts = Counter(shards.name(number).split("/")[0] for number in range(shards.num_documents))
     assert found.images_per_class == [counts[name] for name in CLASSES]
-    assert (found.height, found.width, found.channels, found.colours, found.tokens_per_image) == (5, 7, 3, 4, 35)
+    assert (found.height, found.width, found.channels, found.colors, found.tokens_per_image) == (5, 7, 3, 4, 35)
     assert describe(tmp_path / "out").images == found
 
 
@@ -65,7 +65,7 @@ def test_images_are_taken_from_all_classes_in_turn():
 class TestPictures:
     def test_every_image_stands_on_it_enlarged(self, tmp_path: Path):
         folder = build(tmp_path, 12, label_field="")
-        names = write_picture(folder, tmp_path / "sheet.png")
+        names = write_sheet(folder, tmp_path / "sheet.png")
         shards = ShardSet.open(folder)
         assert names == [shards.name(number) for number in range(shards.num_documents)]
         with Image.open(tmp_path / "sheet.png") as sheet:
@@ -79,7 +79,7 @@ class TestPictures:
 
     def test_a_large_folder_shows_all_classes(self, tmp_path: Path):
         folder = build(tmp_path, 120)
-        names = write_picture(folder, tmp_path / "sheet.png")
+        names = write_sheet(folder, tmp_path / "sheet.png")
         assert len(names) == SHEET_IMAGES
         assert sorted(Counter(name.split("/")[0] for name in names).values()) == [21, 21, 22]
         assert names == sorted(names)
@@ -91,9 +91,9 @@ class TestPictures:
 
     def test_texts_and_other_files_are_refused(self, built: Path, tmp_path: Path):
         with pytest.raises(DataError, match="contains no images"):
-            write_picture(built, tmp_path / "sheet.png")
+            write_sheet(built, tmp_path / "sheet.png")
         with pytest.raises(ConfigError, match=r"sheet\.jpg is written as PNG. Name it .*sheet\.png"):
-            write_picture(built, tmp_path / "sheet.jpg")
+            write_sheet(built, tmp_path / "sheet.jpg")
         assert not list(tmp_path.iterdir())
 
 

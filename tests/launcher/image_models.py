@@ -19,20 +19,20 @@ from tests.longctx.samples import randomize
 NAMES = ("ant", "bee", "cat", "dog", "eel")
 
 
-def palette_of(colours: int, channels: int = 1) -> tuple[tuple[float, ...], ...]:
+def palette_of(colors: int, channels: int = 1) -> tuple[tuple[float, ...], ...]:
     """Greys from black to white, each in all channels."""
-    return tuple((value,) * channels for value in np.linspace(-1, 1, colours).tolist())
+    return tuple((value,) * channels for value in np.linspace(-1, 1, colors).tolist())
 
 
 def write_images(
-    folder: Path, images: np.ndarray, labels: Sequence[int] | np.ndarray | None = None, *, colours: int = 0, **changes
+    folder: Path, images: np.ndarray, labels: Sequence[int] | np.ndarray | None = None, *, colors: int = 0, **changes
 ) -> Path:
     """Shards of images [N, H, W, C], or of ids [N, H, W] of a palette of greys."""
     channels = 1 if images.ndim == 3 else images.shape[3]
     values = {"height": images.shape[1], "width": images.shape[2], "channels": channels}
     values |= {"classes": () if labels is None else NAMES}
-    if colours:
-        values["palette"] = palette_of(colours, channels)
+    if colors:
+        values["palette"] = palette_of(colors, channels)
     folder.mkdir(parents=True)
     tokenizer = ImageTokenizer.of(ImageFormat(**{**values, **changes}), folder)
     writer = ShardWriter(folder, vocab_size=tokenizer.vocab_size, images=True)

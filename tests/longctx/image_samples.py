@@ -15,8 +15,8 @@ from tests.longctx.samples import tiny_config
 PATCHES = ImageShape(height=6, width=10, channels=3, patch=2, class_token=True)
 """15 patches and a class token."""
 GRAY = ImageShape(height=3, width=5, channels=1)
-"""15 pixels, of a palette's colours."""
-COLOURS = 12
+"""15 pixels, of a palette's colors."""
+COLORS = 12
 _BOTH_WAYS: dict[str, Any] = {"causal": False, "norm": "layernorm", "position": "learned"}
 
 
@@ -39,8 +39,8 @@ def swin_config(image: ImageShape = WINDOWS, **changes) -> ModelConfig:
 
 
 def igpt_config(**changes) -> ModelConfig:
-    """A model of palette colours and one more id, for begin and mask."""
-    sizes = {"vocab_size": COLOURS + 1, "output_vocab_size": COLOURS, "max_positions": 15, "image": GRAY}
+    """A model of palette colors and one more id, for begin and mask."""
+    sizes = {"vocab_size": COLORS + 1, "output_vocab_size": COLORS, "max_positions": 15, "image": GRAY}
     return tiny_config(**{"position": "learned", "tie_embeddings": False, **sizes, **changes})
 
 
@@ -69,8 +69,8 @@ def image_stream(config: ModelConfig, count: int, *, padding: int = 0, seed: int
         behind = torch.zeros(padding, image.pixel_bytes, dtype=torch.uint8)
         pixels = torch.cat([patches_of(images, image), behind])[None]
     else:
-        images = torch.randint(COLOURS, (count, T), generator=generator)
-        begun = torch.cat([torch.full((count, 1), COLOURS), images[:, :-1]], 1)
+        images = torch.randint(COLORS, (count, T), generator=generator)
+        begun = torch.cat([torch.full((count, 1), COLORS), images[:, :-1]], 1)
         tokens[0, : count * T], following[0, : count * T] = begun.flatten(), images.flatten()
     ids = torch.full(shape, PADDING_DOCUMENT)
     ids[0, : count * T] = torch.arange(count).repeat_interleave(T)

@@ -86,8 +86,6 @@ def check_models(how_many: int, names: tuple[str, ...] = tuple(MODELS)):
         mesh = Mesh.build(context=world, **axes)
         for name, layout, keep, chunk_tokens in random.Random(str(way)).sample(cases, how_many):
             config, objective = MODELS[name]
-            if name == "pixels and classes":
-                chunk_tokens = 0
             if name not in wanted:
                 wanted[name] = step(build_objective(Decoder(config), objective), stream_of(config))
             model = build_parallel_model(
@@ -159,8 +157,7 @@ def test_every_stage_trains_like_one_process(name, context, stages):
     wanted_losses, wanted_norms = train_alone(config, objective)
     assert min(wanted_norms) > CLIP, "clipping must be active"
     mesh = Mesh.build(context=context)
-    chunks = (0, 0, 0, 0) if name == "pixels and classes" else (7, 0, 16, 0)
-    for stage, keep, chunk_tokens in zip(stages, itertools.cycle(("attention", "all", "inputs")), chunks):
+    for stage, keep, chunk_tokens in zip(stages, itertools.cycle(("attention", "all", "inputs")), (7, 0, 16, 0)):
         model = build_parallel_model(
             config, mesh, layout="zigzag", execution=Execution(keep, chunk_tokens=chunk_tokens), objective=objective
         )

@@ -1,4 +1,4 @@
-"""Palettes: the colours that represent a sample of pixels best, by k-means.
+"""Palettes: the colors that represent a sample of pixels best, by k-means.
 
 Lloyd's steps from a k-means++ start (Arthur and Vassilvitskii, 2007). Equal pixels are one point with a weight. Sums
 are over whole numbers in float64, which are exact in any order, and distances are added channel by channel without a
@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from longctx.errors import DataError
-from longctx.images.image_format import MOST_COLOURS
+from longctx.images.image_format import MOST_COLORS
 from longctx.integer_hash import mix64
 
-LEAST_COLOURS = 2
+LEAST_COLORS = 2
 _STEPS = 24
 """Maximum steps; the error hardly falls after the first dozen."""
 _DISTANCES = 1 << 20
@@ -23,44 +23,44 @@ _DISTANCES = 1 << 20
 
 
 class Palette(NamedTuple):
-    """Colours, and how well they represent the sample."""
+    """Colors, and how well they represent the sample."""
 
-    colours: np.ndarray
-    """Values 0 … 255, float64 [colours, C], in ascending order."""
+    colors: np.ndarray
+    """Values 0 … 255, float64 [colors, C], in ascending order."""
     error: float
-    """Mean squared difference between a sampled value and its colour's, in units of 1/255."""
+    """Mean squared difference between a sampled value and its color's, in units of 1/255."""
 
 
-def check_colours(count: int) -> None:
+def check_colors(count: int) -> None:
     """Raise DataError for a palette size that no format can have."""
-    if not LEAST_COLOURS <= count <= MOST_COLOURS:
-        raise DataError(f"--palette {count} must be from {LEAST_COLOURS} to {MOST_COLOURS}. Try --palette 512.")
+    if not LEAST_COLORS <= count <= MOST_COLORS:
+        raise DataError(f"--palette {count} must be from {LEAST_COLORS} to {MOST_COLORS}. Try --palette 512.")
 
 
 def fit_palette(pixels: np.ndarray, count: int) -> Palette:
-    """Return ``count`` colours for pixels, uint8 [N, C]; raise DataError if they have fewer distinct colours."""
-    check_colours(count)
+    """Return ``count`` colors for pixels, uint8 [N, C]; raise DataError if they have fewer distinct colors."""
+    check_colors(count)
     points, weights = np.unique(pixels, axis=0, return_counts=True)
     if len(points) < count:
         raise DataError(
-            f"--palette {count} needs as many distinct colours, but the sample of {len(pixels):,} pixels has "
+            f"--palette {count} needs as many distinct colors, but the sample of {len(pixels):,} pixels has "
             f"{len(points)}. Try --palette {len(points)}."
         )
-    colours = _first_colours(points, weights, count)
-    nearest, _ = _nearest(points, colours)
+    colors = _first_colors(points, weights, count)
+    nearest, _ = _nearest(points, colors)
     for _ in range(_STEPS):
-        colours = _means(points, weights, nearest, colours)
+        colors = _means(points, weights, nearest, colors)
         before = nearest
-        nearest, _ = _nearest(points, colours)
+        nearest, _ = _nearest(points, colors)
         if np.array_equal(nearest, before):
             break
-    # Sorted, so that ids of similar colours are close to each other.
-    colours = colours[np.lexsort(colours.T[::-1])]
-    _, distances = _nearest(points, colours)
-    return Palette(colours, float((distances * weights).sum() / (weights.sum() * pixels.shape[1])))
+    # Sorted, so that ids of similar colors are close to each other.
+    colors = colors[np.lexsort(colors.T[::-1])]
+    _, distances = _nearest(points, colors)
+    return Palette(colors, float((distances * weights).sum() / (weights.sum() * pixels.shape[1])))
 
 
-def _first_colours(points: np.ndarray, weights: np.ndarray, count: int) -> np.ndarray:
+def _first_colors(points: np.ndarray, weights: np.ndarray, count: int) -> np.ndarray:
     """Choose distinct points, each with a probability proportional to its squared distance from those chosen before."""
     chosen = np.empty((count, points.shape[1]))
     distances = np.full(len(points), np.inf)
@@ -78,12 +78,12 @@ def _first_colours(points: np.ndarray, weights: np.ndarray, count: int) -> np.nd
     return chosen
 
 
-def _nearest(points: np.ndarray, colours: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each point's nearest colour, int64 [N], and its squared distance, float64 [N]."""
-    # Values are bytes, so squared differences come from a table [C, 256, colours].
-    tables = (np.arange(256.0)[None, :, None] - colours.T[:, None, :]) ** 2
+def _nearest(points: np.ndarray, colors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each point's nearest color, int64 [N], and its squared distance, float64 [N]."""
+    # Values are bytes, so squared differences come from a table [C, 256, colors].
+    tables = (np.arange(256.0)[None, :, None] - colors.T[:, None, :]) ** 2
     nearest, squared = np.empty(len(points), np.int64), np.empty(len(points))
-    step = max(1, _DISTANCES // len(colours))
+    step = max(1, _DISTANCES // len(colors))
     for start in range(0, len(points), step):
         part = points[start : start + step]
         distances = tables[0, part[:, 0]]
@@ -95,12 +95,12 @@ def _nearest(points: np.ndarray, colours: np.ndarray) -> tuple[np.ndarray, np.nd
     return nearest, squared
 
 
-def _means(points: np.ndarray, weights: np.ndarray, nearest: np.ndarray, colours: np.ndarray) -> np.ndarray:
-    """Return the mean point of each colour; a colour without points keeps its place."""
-    counts = np.bincount(nearest, weights, minlength=len(colours))
-    means = colours.copy()
+def _means(points: np.ndarray, weights: np.ndarray, nearest: np.ndarray, colors: np.ndarray) -> np.ndarray:
+    """Return the mean point of each color; a color without points keeps its place."""
+    counts = np.bincount(nearest, weights, minlength=len(colors))
+    means = colors.copy()
     used = counts > 0
     for channel in range(points.shape[1]):
-        sums = np.bincount(nearest, weights * points[:, channel].astype(np.float64), minlength=len(colours))
+        sums = np.bincount(nearest, weights * points[:, channel].astype(np.float64), minlength=len(colors))
         means[used, channel] = sums[used] / counts[used]
     return means

@@ -83,4 +83,4 @@ def label_of(name: str, label: int | str | None, image_format: ImageFormat, numb
 def _channels(count: int) -> str:
     if count == 1:
         return "1 channel (grey)"
-    return f"{count} channels (colour)"
+    return f"{count} channels (color)"

@@ -50,6 +50,6 @@ class TrackioTracker:
 
 
 def _print(*words: Any, **_: Any) -> None:
-    # Strip terminal colours.
+    # Strip terminal colors.
     if text := re.sub(r"\x1b\[[\d;]*m", "", without_secrets(" ".join(map(str, words)))).strip():
         log.info("Tracker trackio: %s", text)

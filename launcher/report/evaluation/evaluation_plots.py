@@ -75,7 +75,7 @@ def _draw_grid(
     most: float,
     size: float = 7.5,
 ) -> QuadMesh:
-    """Draw numbers as coloured cells with their texts, one column per length; unknown cells are blank."""
+    """Draw numbers as colored cells with their texts, one column per length; unknown cells are blank."""
     edges = [np.arange(count + 1) - 0.5 for count in (len(lengths), len(names))]
     # Fixed from 0 to ``most``, so that plots of two models can be compared.
     image = axes.pcolormesh(

@@ -236,6 +236,6 @@ def _tile_gradients(
     # through cap and scale to queries and keys
     if slope is not None:
         dscores.mul_(slope)
-    dlogits = dscores.mul_(work.scores.scale).flatten(2, 3)
-    dq += (dlogits @ k).view_as(dq)
-    return dlogits.mT @ rows.q.flatten(2, 3), dv
+    dqk = dscores.mul_(work.scores.scale).flatten(2, 3)
+    dq += (dqk @ k).view_as(dq)
+    return dqk.mT @ rows.q.flatten(2, 3), dv

@@ -210,12 +210,17 @@ def _split(x: Tensor, group: SliceGroup) -> Tensor:
     """Return a group's rows [1, N·r, …] as a batch of its N slices [N, r, …], a view; a single slice as it is."""
     if group.num_slices == 1:
         return x
-    return x[0].unflatten(0, (group.num_slices, -1))
+    # One call and not several: for short documents the calls take longer than the copies that they avoid.
+    shape = list(x.shape)
+    shape[:2] = group.num_slices, x.shape[1] // group.num_slices
+    return x.view(shape)
 
 
 def _joined(x: Tensor, batch: int) -> Tensor:
     """Return a batch of slices [N, r, …] as the rows [batch, N·r / batch, …] that ``_split`` took."""
-    return x.flatten(0, 1).unflatten(0, (batch, -1))
+    shape = list(x.shape)
+    shape[:2] = batch, x.shape[0] * x.shape[1] // batch
+    return x.reshape(shape)
 
 
 def _blocks(group: SliceGroup, size: int) -> Iterator[RowBlock]:
@@ -251,8 +256,8 @@ def _single_tiles(
         first, blocks = group.first, tuple(_blocks(group, size))
         if (group.queries.start, group.keys.start) != (row, key) or len(blocks) != 1 or len(blocks[0].tiles) != 1:
             return None
-        sides = (slice(0, first.q_stop - first.q_start), slice(0, first.k_stop - first.k_start))
-        if (blocks[0].q, blocks[0].tiles[0].k) != sides:
+        all_rows = (slice(0, first.q_stop - first.q_start), slice(0, first.k_stop - first.k_start))
+        if (blocks[0].q, blocks[0].tiles[0].k) != all_rows:
             return None
         found.append((group, blocks[0]))
         row, key = group.queries.stop, group.keys.stop

@@ -145,7 +145,7 @@ class SliceGroup(NamedTuple):
         rows = self.first.k_stop - self.first.k_start
         return slice(self.first.k_start, self.first.k_start + self.num_slices * rows)
 
-    def follows(self, attn_slice: AttentionSlice) -> bool:
+    def extends_to(self, attn_slice: AttentionSlice) -> bool:
         """Return whether the group's next slice, if it had one more, would be ``attn_slice``."""
         moved = self.first.shifted(
             queries=self.queries.stop - self.first.q_start, keys=self.keys.stop - self.first.k_start
@@ -161,10 +161,10 @@ def slice_groups(table: Tensor, max_rows: int) -> tuple[SliceGroup, ...]:
     """
     groups: list[SliceGroup] = []
     for attn_slice in table_slices(table):
-        if groups and groups[-1].follows(attn_slice):
+        if groups and groups[-1].extends_to(attn_slice):
             longer = groups[-1]._replace(num_slices=groups[-1].num_slices + 1)
-            sides = (longer.queries, longer.keys)
-            if max(side.stop - side.start for side in sides) <= max_rows:
+            taken = (longer.queries, longer.keys)
+            if max(rows.stop - rows.start for rows in taken) <= max_rows:
                 groups[-1] = longer
                 continue
         groups.append(SliceGroup(attn_slice, 1))

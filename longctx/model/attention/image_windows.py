@@ -83,16 +83,20 @@ def window_order(mixer: ImageWindowMixer, images: int) -> PatchOrder:
     return PatchOrder(images, mixer.rows, mixer.columns, "windows", mixer.side, mixer.shift)
 
 
+# Indices and masks are the same in every layer and step, so each device gets them once. Training may read what
+# generation cached, hence no inference mode.
 @lru_cache(maxsize=16)
-def bias_indices(side: int) -> Tensor:
+@torch.inference_mode(False)
+def bias_indices(side: int, device: torch.device) -> Tensor:
     """Return the table row for each pair of patches in a window [n, n], int64, as in transformers' Swin."""
     y, x = (grid.ravel() for grid in np.divmod(np.arange(side * side), side))
     down, right = (axis[:, None] - axis[None, :] + side - 1 for axis in (y, x))
-    return torch.from_numpy(down * (2 * side - 1) + right)
+    return torch.from_numpy(down * (2 * side - 1) + right).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=16)
-def sides_of_image(mixer: ImageWindowMixer) -> Tensor:
+@torch.inference_mode(False)
+def sides_of_image(mixer: ImageWindowMixer, device: torch.device) -> Tensor:
     """Return which pairs in each window of one image are on one side of its edge, bool [windows, n, n]."""
     side, shift = mixer.side, mixer.shift
     # Patches before the shift continue the last window of the row or column from the other side.
@@ -100,7 +104,16 @@ def sides_of_image(mixer: ImageWindowMixer) -> Tensor:
     sides = 2 * row_sides[:, None] + column_sides[None, :]
     order = _order_in_image(mixer.rows, mixer.columns, "windows", side, shift)
     of_windows = sides.ravel()[order].reshape(-1, side * side)
-    return torch.from_numpy(of_windows[:, :, None] == of_windows[:, None, :])
+    return torch.from_numpy(of_windows[:, :, None] == of_windows[:, None, :]).to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _rows_between(source: PatchOrder, target: PatchOrder, device: torch.device) -> Tensor:
+    """Return the row in ``source`` for each row in ``target``, int64."""
+    row_of_patch = np.empty(source.images * source.tokens_per_image, np.int64)
+    row_of_patch[source.indices()] = np.arange(len(row_of_patch))
+    return torch.from_numpy(row_of_patch[target.indices()]).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,10 +146,9 @@ def _in_windows(
 ) -> Tensor:
     n = plan.mixer.side**2
     q, k, v = (x[0].unflatten(0, (-1, n)).transpose(1, 2) for x in (q_1tHD, k_1tHD, v_1tHD))
-    index = bias_indices(plan.mixer.side).to(q.device, non_blocking=True)
-    scores_WHnn = torch.matmul(q, k.mT) * scale + bias_HR[:, index]
+    scores_WHnn = torch.matmul(q, k.mT) * scale + bias_HR[:, bias_indices(plan.mixer.side, q.device)]
     if plan.mixer.shift:
-        same = sides_of_image(plan.mixer).to(q.device, non_blocking=True)
+        same = sides_of_image(plan.mixer, q.device)
         numbers = torch.arange(plan.first_window, plan.first_window + len(q), device=q.device) % len(same)
         scores_WHnn = scores_WHnn.masked_fill(~same[numbers][:, None], -torch.inf)
     # Softmax at least in float32, as in other attention.
@@ -195,10 +207,7 @@ class LocalImageWindows(ImageWindowCore):
     def mover(self, source: PatchOrder, target: PatchOrder, placement: Any = None) -> Mover | None:
         if source == target:
             return None
-        place = np.empty(source.images * source.tokens_per_image, np.int64)
-        place[source.indices()] = np.arange(len(place))
-        index = torch.from_numpy(place[target.indices()])
-        return lambda tensors: [x.index_select(1, index.to(x.device)) for x in tensors]
+        return lambda tensors: [x.index_select(1, _rows_between(source, target, x.device)) for x in tensors]
 
     def local_groups(self, order: PatchOrder) -> range:
         return range(order.images * order.tokens_per_image // order.group)

@@ -1,4 +1,4 @@
-"""A second residual stream that starts where another one ends, one token chunk at a time.
+"""Further residual streams that start where another one ends, one token chunk at a time.
 
 Axes: B rows, t tokens of this rank, c tokens in a chunk, M model width.
 """
@@ -117,3 +117,35 @@ class _BranchOff(torch.autograd.Function):
         found = [dhandle, dside_input_BtM, None]
         found.extend(gradients.get(id(weight)) for weight in weights)
         return tuple(found)
+
+
+def fork(stream: ResidualStream, handle: Tensor) -> tuple[Tensor, ResidualStream, Tensor]:
+    """Copy a stream after its last layer, for a second head; return the stream's handle, the copy, and its handle.
+
+    Each head must give its stream a gradient: backward adds up both.
+    """
+    copy = stream.branch()
+    handle, of_copy = _Fork.apply(handle, stream, copy)  # pyright: ignore[reportGeneralTypeIssues]
+    return handle, copy, of_copy
+
+
+# A head writes its gradient over the values that it reads, so two heads need two streams.
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, stream: ResidualStream, copy: ResidualStream) -> tuple[Tensor, Tensor]:
+        ctx.stream, ctx.copy = stream, copy
+        x = stream.take_values()
+        for tokens, (x_BcM,) in in_turn(stream.chunks, [x]):
+            copy.values = copy.values or stream.store.empty_chunks(stream.num_tokens, x_BcM)
+            copy.values.write(tokens, x_BcM)
+        stream.values = x
+        return handle.new_empty(0), handle.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dhandle: Tensor, _: Tensor):  # type: ignore[override]
+        dx, dcopy = ctx.stream.take_gradient(), ctx.copy.take_gradient()
+        for tokens, (dx_BcM, dcopy_BcM) in in_turn(ctx.stream.chunks, [dx, dcopy]):
+            dx.write(tokens, dx_BcM + dcopy_BcM)
+        ctx.stream.gradient = dx
+        return dhandle, None, None

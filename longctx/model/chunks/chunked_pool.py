@@ -48,19 +48,19 @@ class _ChunkedSums(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dsums_SM: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dout_SM: Tensor):  # type: ignore[override]
         x, weight_sums = ctx.x, WeightSums(ctx.weights)
         for tokens, (x_BcM,) in in_turn(ctx.stream.chunks, [x]):
-            dhidden_BcM = ctx.pool.gradient_of_chunk(dsums_SM, tokens, x_BcM.dtype)
+            dnormed_BcM = ctx.pool.gradient_of_chunk(dout_SM, tokens, x_BcM.dtype)
             if ctx.norm is None:
-                x.write(tokens, dhidden_BcM)
+                x.write(tokens, dnormed_BcM)
                 continue
             with torch.enable_grad():
                 x_BcM = x_BcM.detach().requires_grad_()
                 hidden_BcM = ctx.norm(x_BcM)
-            found = torch.autograd.grad(hidden_BcM, [x_BcM, *ctx.weights], dhidden_BcM)
+            found = torch.autograd.grad(hidden_BcM, [x_BcM, *ctx.weights], dnormed_BcM)
             weight_sums.add(found[1:])
             x.write(tokens, found[0])
         # The gradient has replaced the values.
         ctx.stream.gradient, ctx.x = x, None
-        return dsums_SM.new_empty(0, dtype=ctx.dtype), None, None, None, *weight_sums.results()
+        return dout_SM.new_empty(0, dtype=ctx.dtype), None, None, None, *weight_sums.results()

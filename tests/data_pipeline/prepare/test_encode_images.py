@@ -106,7 +106,7 @@ class TestImagesComeBack:
         made = write_folder(tmp_path / "source", random_images(20))
         options = {"validation_fraction": 0.3}
         build(tmp_path / "source", tmp_path / "raw", options=options)
-        build(tmp_path / "source", tmp_path / "out", colours=9, options=options)
+        build(tmp_path / "source", tmp_path / "out", colors=9, options=options)
         shards = ShardSet.open(tmp_path / "out")
         palette = np.array(shards.image_format.palette)
         assert palette.shape == (9, 3)
@@ -177,8 +177,8 @@ class TestFormats:
         [
             ({"size": (0, 4)}, "--image-size 0x4: both sides must be from 1"),
             ({"channels": 2}, "--channels 2 must be 1"),
-            ({"colours": 1}, "--palette 1 must be from 2"),
-            ({"colours": 2000}, "--palette 2000 needs as many distinct colours.*Try --palette 1050"),
+            ({"colors": 1}, "--palette 1 must be from 2"),
+            ({"colors": 2000}, "--palette 2000 needs as many distinct colors.*Try --palette 1050"),
         ],
     )
     def test_choices_that_cannot_be(self, folder: Path, tmp_path: Path, choices: dict, message: str):
@@ -186,7 +186,7 @@ class TestFormats:
             build(folder, tmp_path / "out", **choices)
 
     def test_a_reused_format_keeps_classes_size_and_palette(self, folder: Path, tmp_path: Path):
-        build(folder, tmp_path / "first", colours=7)
+        build(folder, tmp_path / "first", colors=7)
         write_folder(tmp_path / "more", random_images(6, seed=1), classes=("dog", "owl"))
         build(tmp_path / "more", tmp_path / "out", reused=tmp_path / "first")
         first, out = ShardSet.open(tmp_path / "first"), ShardSet.open(tmp_path / "out")
@@ -195,7 +195,7 @@ class TestFormats:
             assert CLASSES[label] == name.split("/")[0]
 
     def test_a_format_without_classes_takes_the_sources(self, folder: Path, tmp_path: Path):
-        build(folder, tmp_path / "first", colours=7, label_field="")
+        build(folder, tmp_path / "first", colors=7, label_field="")
         build(folder, tmp_path / "out", reused=tmp_path / "first")
         first, out = (ShardSet.open(tmp_path / name).image_format for name in ("first", "out"))
         assert out == dataclasses.replace(first, classes=CLASSES)
@@ -212,11 +212,11 @@ class TestFormats:
         [
             ({"size": (9, 9)}, "--image-size 9x9 differs from the format in .*set --image-size 5x7"),
             ({"channels": 1}, "--channels 1 differs .*set --channels 3"),
-            ({"colours": 8}, "--palette 8 differs from the format in .*, which has 7 colours"),
+            ({"colors": 8}, "--palette 8 differs from the format in .*, which has 7 colors"),
         ],
     )
     def test_choices_against_a_reused_format(self, folder: Path, tmp_path: Path, choices: dict, message: str):
-        build(folder, tmp_path / "first", colours=7)
+        build(folder, tmp_path / "first", colors=7)
         with pytest.raises(DataError, match=message):
             build(folder, tmp_path / "out", reused=tmp_path / "first", **choices)
 
@@ -258,7 +258,7 @@ class TestFormats:
             build(folder, tmp_path / "out", options={"chat": ChatRule()})
 
 
-class TestSampledColours:
+class TestSampledColors:
     def test_the_sample_does_not_depend_on_how_images_are_stored(self, tmp_path: Path):
         """Image files are chosen before they are read, tables row by row: the rule is the same."""
         images = random_images(60, (6, 5, 3))
@@ -324,12 +324,12 @@ class TestUnreadable:
 
 
 def test_a_built_folder_is_up_to_date_until_the_choices_change(folder: Path, tmp_path: Path):
-    assert not build(folder, tmp_path / "out", colours=5).up_to_date
-    assert build(folder, tmp_path / "out", colours=5).up_to_date
+    assert not build(folder, tmp_path / "out", colors=5).up_to_date
+    assert build(folder, tmp_path / "out", colors=5).up_to_date
     with pytest.raises(DataError, match="built from another tokenizer"):
-        build(folder, tmp_path / "out", colours=6)
+        build(folder, tmp_path / "out", colors=6)
     with pytest.raises(DataError, match="built from another options"):
-        build(folder, tmp_path / "out", colours=5, size=(5, 7))
+        build(folder, tmp_path / "out", colors=5, size=(5, 7))
     shutil.rmtree(folder / "owl")
     with pytest.raises(DataError, match="built from another source and tokenizer"):
-        build(folder, tmp_path / "out", colours=5)
+        build(folder, tmp_path / "out", colors=5)

@@ -1,4 +1,4 @@
-"""Rows of images: patches and colours against plain loops, on any rank, flipped and cropped by hashes."""
+"""Rows of images: patches and colors against plain loops, on any rank, flipped and cropped by hashes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COUNT = 7
 LABELS = [0, 2, 1, 1, 0, 2, 2]
 WHOLE = ImageRule(height=6, width=8, channels=3, patch=2, class_token=True, has_labels=True)
 CUT = ImageRule(height=4, width=4, channels=3, patch=2, flip=True, has_labels=True)
-COLOURS = dataclasses.replace(STORED, channels=1, palette=tuple((x,) for x in np.linspace(-1, 1, 5).tolist()))
+COLORS = dataclasses.replace(STORED, channels=1, palette=tuple((x,) for x in np.linspace(-1, 1, 5).tolist()))
 NEXT = ImageRule(height=6, width=8, channels=1, begin=True)
 ROW = 60
 
@@ -41,10 +41,10 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def colours(tmp_path_factory) -> Path:
+def colors(tmp_path_factory) -> Path:
     random = np.random.default_rng(1)
-    folder = tmp_path_factory.mktemp("colours") / "f"
-    write_images(folder, COLOURS, [random.integers(0, 5, COLOURS.num_tokens) for _ in range(COUNT)], LABELS)
+    folder = tmp_path_factory.mktemp("colors") / "f"
+    write_images(folder, COLORS, [random.integers(0, 5, COLORS.num_tokens) for _ in range(COUNT)], LABELS)
     return folder
 
 
@@ -91,9 +91,9 @@ def test_patches_are_those_of_plain_loops_and_come_with_their_classes(folder: Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rule", "of_colours"), [(WHOLE, False), (CUT, False), (NEXT, True)])
-def test_ranks_read_equal_bytes_and_a_run_goes_on_to_them(folder: Path, colours: Path, kind: str, rule, of_colours):
-    source, degree = colours if of_colours else folder, 2
+@pytest.mark.parametrize(("rule", "of_colors"), [(WHOLE, False), (CUT, False), (NEXT, True)])
+def test_ranks_read_equal_bytes_and_a_run_goes_on_to_them(folder: Path, colors: Path, kind: str, rule, of_colors):
+    source, degree = colors if of_colors else folder, 2
 
     def place(rank: int):
         def of(documents: PackedDocuments) -> Share:
@@ -103,7 +103,7 @@ def test_ranks_read_equal_bytes_and_a_run_goes_on_to_them(folder: Path, colours:
         return of
 
     whole, ranks = loader_of(source, rule), [loader_of(source, rule) for _ in range(degree)]
-    names = ["tokens", "targets", "positions", *([] if of_colours else ["pixels", "labels"])]
+    names = ["tokens", "targets", "positions", *([] if of_colors else ["pixels", "labels"])]
     for _ in range(9):
         state = whole.state_dict()
         batch = next(whole)
@@ -148,19 +148,19 @@ def test_views_differ_by_epoch_and_seed_and_lie_within_the_image(folder: Path):
     assert (middle.pixels(((3, 0, 1), 7), 0, 4, 1) == wanted).all()
 
 
-def test_the_next_pixel_is_the_target_and_the_last_pixel_is_no_input(colours: Path):
-    batch = next(loader_of(colours, NEXT, seq_len=48)).flatten_rows()
+def test_the_next_pixel_is_the_target_and_the_last_pixel_is_no_input(colors: Path):
+    batch = next(loader_of(colors, NEXT, seq_len=48)).flatten_rows()
     assert batch.documents.bounds == (0, 48, 96)
     for start in (0, 48):
-        assert batch.tokens[0, start] == 5, "the begin token follows the colours"
+        assert batch.tokens[0, start] == 5, "the begin token follows the colors"
         assert torch.equal(batch.tokens[0, start + 1 : start + 48], batch.targets[0, start : start + 47])
         assert batch.targets[0, start + 47] < 5
     assert batch.num_targets == 96
 
 
-def test_masked_pixels_keep_their_colours_as_targets(colours: Path):
+def test_masked_pixels_keep_their_colors_as_targets(colors: Path):
     rule = dataclasses.replace(NEXT, begin=False)
-    batch = next(loader_of(colours, rule, seq_len=48, mask=MaskRule(0.4)))
+    batch = next(loader_of(colors, rule, seq_len=48, mask=MaskRule(0.4)))
     chosen = batch.targets != IGNORED_TARGET
     assert 20 < chosen.sum() < 60
     assert (batch.targets[chosen] < 5).all()
@@ -181,13 +181,13 @@ def test_images_of_another_format_are_refused(folder: Path, changes: dict[str, A
         loader_of(folder, dataclasses.replace(WHOLE, **changes), seq_len=200)
 
 
-def test_other_rows_and_folders_are_refused(folder: Path, colours: Path, tmp_path: Path):
+def test_other_rows_and_folders_are_refused(folder: Path, colors: Path, tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"data\.seq_len=12 cannot hold an image of 13 tokens .*\nTry data\.seq_len=13"
     ):
         loader_of(folder, WHOLE, seq_len=12)
     with pytest.raises(ConfigError, match=r"reads raw pixels, but .* holds colors of a palette of 5"):
-        loader_of(colours, dataclasses.replace(WHOLE, channels=1))
+        loader_of(colors, dataclasses.replace(WHOLE, channels=1))
     with pytest.raises(ConfigError, match="contains images, which a model without"):
         build_loader(folder, seq_len=144, rows_per_step=1)
     unlabelled = dataclasses.replace(STORED, classes=())

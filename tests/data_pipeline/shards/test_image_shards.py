@@ -24,8 +24,8 @@ FORMAT = ImageFormat(height=2, width=3, channels=1, classes=("cat", "dog", "owl"
 LABELS = [0, 2, 1, 1, 0]
 
 
-def palette(colours: int, **fields) -> ImageFormat:
-    values = tuple((value,) for value in np.linspace(-1, 1, colours).tolist())
+def palette(colors: int, **fields) -> ImageFormat:
+    values = tuple((value,) for value in np.linspace(-1, 1, colors).tolist())
     return dataclasses.replace(FORMAT, palette=values, **fields)
 
 
@@ -133,7 +133,7 @@ class TestContradictions:
         rows[3][2] = 4
         write_images(tmp_path / "f", found, rows, LABELS)
         (problem,) = find_problems(tmp_path / "f")
-        assert "contains id 4, outside the palette of 4 colours" in problem
+        assert "contains id 4, outside the palette of 4 colors" in problem
 
     def test_texts_under_a_manifest_of_images(self, tokenizer: Tokenizer, tmp_path: Path):
         folder = forge(tmp_path / "f", tokenizer, kind="images")

@@ -20,7 +20,7 @@ from tests.data_pipeline.stores.s3_server import Store
 
 def build(source: str | Path, output: str | Path) -> None:
     found = open_images(source)
-    tokenizer, rule = choose_format(found, ImageOptions(colours=6))
+    tokenizer, rule = choose_format(found, ImageOptions(colors=6))
     build_shards(found, tokenizer, output, images=rule, validation_fraction=0.2)
 
 

@@ -29,7 +29,7 @@ from longctx.tokenizer import load_tokenizer
 from longctx.tokenizer.image_tokenizer import ImageTokenizer
 from tests.data_pipeline.shards.test_image_shards import rows_of, write_images
 from tests.launcher.workers import leave_out_pictures, rows, run
-from tests.longctx.image_samples import COLOURS, igpt_config, vit_config
+from tests.longctx.image_samples import COLORS, igpt_config, vit_config
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -127,7 +127,7 @@ def test_a_classifier_from_an_image_gpt_leaves_the_token_head_unread(tmp_path, c
 
 SMALL = ImageFormat(height=8, width=8, channels=1, classes=("ankle boot", "bag", "coat"))
 LARGE = dataclasses.replace(SMALL, height=16, width=16, classes=("cat", "dog", "owl", "fish"))
-PALETTE = tuple((value,) for value in np.linspace(-1, 1, COLOURS).tolist())
+PALETTE = tuple((value,) for value in np.linspace(-1, 1, COLORS).tolist())
 PIXELS = ImageFormat(height=4, width=6, channels=1, palette=PALETTE)
 VIT: dict[str, Any] = {
     "preset": "none",
@@ -138,7 +138,7 @@ VIT: dict[str, Any] = {
 }  # fmt: skip
 IMAGE_GPT: dict[str, Any] = {
     "preset": "none",
-    "vocab_size": COLOURS + 1, "output_vocab_size": COLOURS, "hidden_size": 16, "num_layers": 2, "num_heads": 2,
+    "vocab_size": COLORS + 1, "output_vocab_size": COLORS, "hidden_size": 16, "num_layers": 2, "num_heads": 2,
     "num_kv_heads": 2, "head_dim": 8, "ffn_size": 24, "activation": "quick_gelu", "norm": "rmsnorm",
     "position": "learned", "max_positions": 24, "tie_embeddings": "false", "qkv_bias": "true", "o_bias": "true",
     "ffn_bias": "true", "image.height": 4, "image.width": 6, "image.channels": 1,
@@ -209,7 +209,7 @@ def start_a_classifier(data: Path, folder: Path) -> None:
     train(data / "pixels", folder / "base", IMAGE_GPT, pixels)
     start = pixels | {"run.start_from": folder / "base", "train.objective": "classes"}
     head = {"classes": 2, "class_pool": "mean", "class_bias": "false", "token_head": "false"}
-    with pytest.raises(DataError, match=r"(?s)has another palette than .*ids would be other colours.*--kind images"):
+    with pytest.raises(DataError, match=r"(?s)has another palette than .*ids would be other colors.*--kind images"):
         train(data / "other palette", folder / "refused", head, start)
     train(data / "named pixels", folder / "started", head, start)
 
@@ -238,7 +238,7 @@ def test_what_the_weights_fix_is_refused(changes, said, tmp_path):
         config_of(tmp_path, tmp_path / "run", changes, start)
 
 
-def test_colours_have_no_channels_but_as_many_pixels(tmp_path):
+def test_colors_have_no_channels_but_as_many_pixels(tmp_path):
     saved(igpt_config(), tmp_path / "c")
     start = {"run.start_from": tmp_path / "c", "data.seq_len": 128}
     other = {"image.channels": 3, "image.height": 5, "image.width": 3}

@@ -89,7 +89,7 @@ def test_each_command_is_copied_from_what_the_one_before_printed(capsys, tmp_pat
 def test_json_has_the_format(capsys, source: Path, tmp_path: Path):
     words = ("--image-size", "4x6", "--channels", 1, "--palette", 5, "--validation-fraction", 0, "--json")
     found = json.loads(build(capsys, source, tmp_path / "out", *words))
-    shape = {"height": 4, "width": 6, "channels": 1, "classes": ["cat", "dog", "owl"], "colours": 5}
+    shape = {"height": 4, "width": 6, "channels": 1, "classes": ["cat", "dog", "owl"], "colors": 5}
     assert found["image_format"] == shape
     assert found["skipped"] == {"unreadable image": 1}
     shown = json.loads(succeed(capsys, "data", "inspect", tmp_path / "out", "--json"))

@@ -19,7 +19,7 @@ from longctx.model.decoder import Decoder
 from tests.helpers import run_distributed
 from tests.launcher.cli.calls import refused, succeed
 from tests.launcher.image_models import NAMES, write_images, write_model
-from tests.longctx.image_samples import COLOURS, PATCHES, igpt_config, patches_of, swin_config, vit_config
+from tests.longctx.image_samples import COLORS, PATCHES, igpt_config, patches_of, swin_config, vit_config
 from tests.longctx.samples import tiny_config
 
 DENSE: dict[str, Any] = {"num_experts": 0, "shared_ffn_size": 0}
@@ -42,7 +42,7 @@ def images_for(config: ModelConfig, seed: int = 1) -> tuple[np.ndarray, np.ndarr
     """Random pixels [N, H, W, C], or ids [N, H, W]; and classes."""
     image, random = config.image, np.random.default_rng(seed)
     shape = (COUNT, image.height, image.width)
-    pixels = random.integers(0, COLOURS, shape, np.uint8)
+    pixels = random.integers(0, COLORS, shape, np.uint8)
     if image.patch:
         pixels = random.integers(0, 256, (*shape, image.channels), np.uint8)
     return pixels, random.integers(0, 5, COUNT)
@@ -51,7 +51,7 @@ def images_for(config: ModelConfig, seed: int = 1) -> tuple[np.ndarray, np.ndarr
 def written(folder: Path, config: ModelConfig) -> tuple[Decoder, np.ndarray, np.ndarray]:
     """A checkpoint and a folder of images."""
     pixels, labels = images_for(config)
-    write_images(folder / "data", pixels, labels, colours=0 if config.image.patch else COLOURS)
+    write_images(folder / "data", pixels, labels, colors=0 if config.image.patch else COLORS)
     return write_model(folder / "model", config, folder / "data"), pixels, labels
 
 
@@ -71,7 +71,7 @@ def hidden_of(model: Decoder, pixels: np.ndarray) -> torch.Tensor:
         return found.hidden_BtM[0] if image.depths else found[0]
     ids = torch.from_numpy(pixels).long().flatten()
     if model.config.predicts_tokens and model.config.causal:
-        ids = torch.cat([torch.tensor([COLOURS]), ids[:-1]])
+        ids = torch.cat([torch.tensor([COLORS]), ids[:-1]])
     return model(ids[None], torch.arange(len(ids))[None])[0]
 
 
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_said(capsys, tmp_path):
         ("unlabelled", {"labels": None}, "have no labels"),
         ("three", {"labels": labels % 3, "classes": NAMES[:3]}, "3 classes"),
         ("renamed", {"classes": ("ant", "cat", "bee", "dog", "eel")}, "class 1 is 'cat'"),
-        ("palette", {"images": pixels[..., 0], "colours": 256}, "colours of a palette of 256"),
+        ("palette", {"images": pixels[..., 0], "colors": 256}, "colors of a palette of 256"),
     ):
         write_images(tmp_path / name, **{"images": pixels, "labels": labels, **changed})
         words = ["evaluate", "--tasks", "classes", "--checkpoint", model, "--output", tmp_path / "out"]
@@ -222,10 +222,10 @@ def test_tasks_need_their_models(capsys, tmp_path, shards):
 def test_other_palettes_are_refused(capsys, tmp_path):
     written(tmp_path, igpt_config())
     images, labels = images_for(igpt_config())
-    write_images(tmp_path / "other", images % 7, labels, colours=COLOURS - 1)
+    write_images(tmp_path / "other", images % 7, labels, colors=COLORS - 1)
     asked = words(tmp_path, "pixels")
     asked[asked.index(tmp_path / "data")] = tmp_path / "other"
-    assert "another palette (11 colours)" in refused(capsys, 2, *asked)
+    assert "another palette (11 colors)" in refused(capsys, 2, *asked)
 
 
 def test_a_model_without_a_format_takes_that_of_the_images(capsys, tmp_path):

@@ -16,7 +16,7 @@ from longctx.model.decoder import Decoder
 from tests.helpers import run_distributed
 from tests.launcher.cli.calls import refused, succeed
 from tests.launcher.image_models import NAMES, write_images, write_model
-from tests.longctx.image_samples import COLOURS, PATCHES, igpt_config, image_stream, swin_config, vit_config
+from tests.longctx.image_samples import COLORS, PATCHES, igpt_config, image_stream, swin_config, vit_config
 from tests.longctx.samples import randomize
 
 COUNT = 40
@@ -75,11 +75,11 @@ def bright_images(seed: int, shape: tuple[int, ...], most: int) -> tuple[np.ndar
 def written(folder: Path, config: ModelConfig) -> list[object]:
     """A model, a folder to fit and one to measure on; return the command."""
     image = config.image
-    shape, most, colours = (image.height, image.width), COLOURS - 1, COLOURS
+    shape, most, colors = (image.height, image.width), COLORS - 1, COLORS
     if image.patch:
-        shape, most, colours = (*shape, image.channels), 255, 0
+        shape, most, colors = (*shape, image.channels), 255, 0
     for seed, name in enumerate(("fit", "data")):
-        write_images(folder / name, *bright_images(seed, shape, most), colours=colours)
+        write_images(folder / name, *bright_images(seed, shape, most), colors=colors)
     write_model(folder / "model", config, folder / "data")
     words = ["evaluate", "--tasks", "probe", "--checkpoint", folder / "model", "--output", folder / "out"]
     return [*words, "--data", folder / "data", "--fit-data", folder / "fit", "--chunk-tokens", "100"]

@@ -14,19 +14,19 @@ from tests.data_pipeline.made_images import png
 from tests.helpers import run_distributed
 from tests.launcher.cli.calls import refused, succeed
 from tests.launcher.image_models import palette_of, write_images, write_model
-from tests.longctx.image_samples import COLOURS, igpt_config, vit_config
+from tests.longctx.image_samples import COLORS, igpt_config, vit_config
 from tests.longctx.samples import tiny_config
 
 HEIGHT, WIDTH = 3, 5
 DENSE = {"num_experts": 0, "shared_ffn_size": 0}
-GREYS = np.rint((np.array(palette_of(COLOURS))[:, 0] + 1) * 127.5).astype(int)
+GREYS = np.rint((np.array(palette_of(COLORS))[:, 0] + 1) * 127.5).astype(int)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Decoder:
-    """A checkpoint of Image GPT, its images, and a picture of its size and colours."""
-    ids = np.random.default_rng(3).integers(0, COLOURS, (6, HEIGHT, WIDTH), np.uint8)
-    write_images(tmp_path / "data", ids, colours=COLOURS)
+    """A checkpoint of Image GPT, its images, and a picture of its size and colors."""
+    ids = np.random.default_rng(3).integers(0, COLORS, (6, HEIGHT, WIDTH), np.uint8)
+    write_images(tmp_path / "data", ids, colors=COLORS)
     (tmp_path / "picture.png").write_bytes(png(GREYS[ids[2]].astype(np.uint8)[..., None]))
     return write_model(tmp_path / "model", igpt_config(), tmp_path / "data")
 
@@ -47,20 +47,20 @@ def drawn(file: Path, count: int) -> list[np.ndarray]:
             top + factor // 2 + factor * np.arange(HEIGHT)[:, None], left + factor // 2 + factor * np.arange(WIDTH)
         ]
         ids = np.full(centres.shape, -1)
-        for colour, grey in enumerate(GREYS):
-            ids[centres == grey] = colour
+        for color, grey in enumerate(GREYS):
+            ids[centres == grey] = color
         found.append(ids)
     return found
 
 
 @torch.no_grad()
 def greedy(model: Decoder, given: list[int]) -> list[int]:
-    """The likeliest colours after the given ones, each by a full forward pass."""
+    """The likeliest colors after the given ones, each by a full forward pass."""
     ids = list(given)
     while len(ids) < HEIGHT * WIDTH:
-        tokens = torch.tensor([[COLOURS, *ids]])
+        tokens = torch.tensor([[COLORS, *ids]])
         logits = model.logits(model(tokens, torch.arange(tokens.shape[1])[None]))[0, -1]
-        ids.append(int(logits[:COLOURS].argmax()))
+        ids.append(int(logits[:COLORS].argmax()))
     return ids
 
 
@@ -69,7 +69,7 @@ def test_pixels_are_the_likeliest_after_all_before_them(capsys, tmp_path, model,
     out = succeed(capsys, *words(tmp_path, "out.png", *options))
     assert out == f"{tmp_path / 'out.png'}\n"
     original, given, continued = drawn(tmp_path / "out.png", 3)
-    stored = np.random.default_rng(3).integers(0, COLOURS, (6, HEIGHT, WIDTH), np.uint8)[2]
+    stored = np.random.default_rng(3).integers(0, COLORS, (6, HEIGHT, WIDTH), np.uint8)[2]
     assert (original == stored).all()
     assert (given[:rows] == stored[:rows]).all()
     assert (given[rows:] == -1).all()
@@ -101,7 +101,7 @@ def test_ids_beyond_the_palette_are_never_drawn(capsys, tmp_path, model):
     succeed(capsys, *words(tmp_path, "hot.png", "--temperature", "1000", "--samples", "3"))
     samples = np.stack(drawn(tmp_path / "hot.png", 5)[2:])
     assert samples.min() >= 0
-    assert len(np.unique(samples)) > COLOURS // 2
+    assert len(np.unique(samples)) > COLORS // 2
     succeed(capsys, *words(tmp_path, "greedy.png"))
     original, _, continued = drawn(tmp_path / "greedy.png", 3)
     assert continued.flatten().tolist() == greedy(padded, original[:1].flatten().tolist())
@@ -120,11 +120,11 @@ def draw_on_ranks(call: list[str]) -> None:
 
 
 def test_other_sizes_and_channels_are_converted(capsys, tmp_path, model):
-    pixels = np.repeat(np.repeat(GREYS[np.arange(15).reshape(3, 5) % COLOURS], 40, 0), 40, 1)
+    pixels = np.repeat(np.repeat(GREYS[np.arange(15).reshape(3, 5) % COLORS], 40, 0), 40, 1)
     (tmp_path / "picture.png").write_bytes(png(np.repeat(pixels[..., None], 3, 2).astype(np.uint8)))
     succeed(capsys, *words(tmp_path, "out.png"))
-    # Scaled with some blur between colours.
-    assert np.abs(drawn(tmp_path / "out.png", 1)[0] - np.arange(15).reshape(3, 5) % COLOURS).max() <= 2
+    # Scaled with some blur between colors.
+    assert np.abs(drawn(tmp_path / "out.png", 1)[0] - np.arange(15).reshape(3, 5) % COLORS).max() <= 2
 
 
 @pytest.mark.parametrize(

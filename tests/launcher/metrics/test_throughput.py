@@ -106,7 +106,8 @@ def test_training_flops_are_those_that_pytorch_counts(name: str) -> None:
 
 
 IMAGES: dict[str, ModelConfig] = {
-    "class token": vit_config(shared_ffn_size=0),
+    "class token": vit_config(num_experts=0, shared_ffn_size=0),
+    "class token, experts": vit_config(shared_ffn_size=0),
     "means": vit_config(replace(PATCHES, class_token=False), num_experts=0, class_pool="mean", max_positions=15),
     "stages": swin_config(),
     "three stages": swin_config(replace(WINDOWS, height=24, depths=(1, 2, 1)), num_layers=4),

@@ -78,6 +78,7 @@ CASES = {
     "patches": case(VIT),
     "patches by chunks": case({**VIT, **CHUNKS}, train__store="host"),
     "pixels": case(IGPT),
+    "pixels by chunks": case({**IGPT, **CHUNKS}, train__store="host"),
 }
 
 

@@ -24,9 +24,9 @@ PUBLISHED = {
     "gpt-1": 116_534_784,
     "gpt2-xl": 1_557_611_200,
     # 76 million, 455 million and 1.4 billion in the paper.
-    "igpt-small": 76_682_240,
-    "igpt-medium": 455_489_536,
-    "igpt-large": 1_362_914_304,
+    "imagegpt-small": 76_682_240,
+    "imagegpt-medium": 455_489_536,
+    "imagegpt-large": 1_362_914_304,
     # 86, 307, 29 and 88 million in the papers.
     "vit-base-16": 86_567_656,
     "vit-large-16": 304_326_632,

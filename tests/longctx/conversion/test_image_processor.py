@@ -31,7 +31,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
-COLOURS = np.random.default_rng(0).uniform(-1, 1, (12, 3)).astype(np.float32).astype(np.float64).tolist()
+COLORS = np.random.default_rng(0).uniform(-1, 1, (12, 3)).astype(np.float32).astype(np.float64).tolist()
 
 
 def folder_of(name: str, output: Path, processor: dict[str, Any] | None = None, **keys: Any) -> Path:
@@ -154,7 +154,7 @@ class TestClasses:
 
     @pytest.mark.parametrize("name", ["swin", "imagegpt, classes"])
     def test_without_names_they_are_numbered_as_in_transformers(self, name, tmp_path):
-        processor = {"clusters": COLOURS} if "imagegpt" in name else None
+        processor = {"clusters": COLORS} if "imagegpt" in name else None
         folder = folder_of(name, tmp_path / "hf", processor)
         import_hf(folder, tmp_path / "ours", verify="none")
         classes = load_tokenizer(tmp_path / "ours").format.classes
@@ -181,36 +181,36 @@ class TestPalette:
         ("size", "shape"), [(32, (6, 6, 3)), ({"height": 4, "width": 9}, (4, 9, 3)), ({"shortest_edge": 6}, (6, 6, 3))]
     )
     def test_clusters_become_a_palette_and_come_back(self, size, shape, tmp_path):
-        folder = folder_of("imagegpt, classes", tmp_path / "hf", {"clusters": COLOURS, "size": size, "resample": 3})
+        folder = folder_of("imagegpt, classes", tmp_path / "hf", {"clusters": COLORS, "size": size, "resample": 3})
         import_hf(folder, tmp_path / "ours", verify="logits")
         found = load_tokenizer(tmp_path / "ours")
         assert isinstance(found, ImageTokenizer)
-        assert (found.format.shape, [list(colour) for colour in found.format.palette]) == (shape, COLOURS)
+        assert (found.format.shape, [list(color) for color in found.format.palette]) == (shape, COLORS)
         image = model_config(CheckpointReader(tmp_path / "ours")).image
         assert (image.height, image.width, image.channels) == shape
         export_checkpoint(tmp_path / "ours", tmp_path / "back", verify="logits")
         written = read(tmp_path / "back" / PROCESSOR)
-        assert written["clusters"] == COLOURS
+        assert written["clusters"] == COLORS
         assert written["size"] == {"height": shape[0], "width": shape[1]}
         self.check_ids(tmp_path / "back", found.format)
         import_hf(tmp_path / "back", tmp_path / "again", verify="none")
         assert (tmp_path / "again" / IMAGE_FILE).read_bytes() == (tmp_path / "ours" / IMAGE_FILE).read_bytes()
 
     def check_ids(self, folder: Path, image_format: ImageFormat) -> None:
-        """Compare the colours of random pixels with those of transformers' class."""
+        """Compare the colors of random pixels with those of transformers' class."""
         theirs = transformers.AutoImageProcessor.from_pretrained(str(folder))
         pixels = np.random.default_rng(1).integers(0, 256, (3, *image_format.shape), dtype=np.uint8)
         found = theirs([Image.fromarray(image.squeeze()) for image in pixels], return_tensors="np")["input_ids"]
         assert np.array_equal(found, image_format.quantize(pixels).reshape(3, -1))
         assert len(np.unique(found)) > 5
 
-    def test_gray_colours_are_written_as_rgb(self, tmp_path):
+    def test_gray_colors_are_written_as_rgb(self, tmp_path):
         config, tensors = load_hf(folder_of("imagegpt, classes", tmp_path / "hf"))
-        palette = tuple((colour[0],) for colour in COLOURS)
+        palette = tuple((color[0],) for color in COLORS)
         gray = ImageFormat(height=4, width=9, channels=1, palette=palette, classes=tuple("abcde"))
         tokenizer = ImageTokenizer.of(gray, tmp_path)
         save_hf(config, tensors, tmp_path / "back", model_type="imagegpt", tokenizer=tokenizer)
-        assert read(tmp_path / "back" / PROCESSOR)["clusters"] == [[colour[0]] * 3 for colour in COLOURS]
+        assert read(tmp_path / "back" / PROCESSOR)["clusters"] == [[color[0]] * 3 for color in COLORS]
         self.check_ids(tmp_path / "back", gray)
         import_hf(tmp_path / "back", tmp_path / "ours", verify="none")
         assert load_tokenizer(tmp_path / "ours").fingerprint == tokenizer.fingerprint
@@ -218,13 +218,13 @@ class TestPalette:
     @pytest.mark.parametrize(
         ("values", "said"),
         [
-            ({"clusters": COLOURS[:5]}, "must be a list of 12 colours, one less than vocab_size=13"),
+            ({"clusters": COLORS[:5]}, "must be a list of 12 colors, one less than vocab_size=13"),
             ({"clusters": [[0.5, 0.5]] * 12}, r"\[0.5, 0.5\] among the clusters .* must be three numbers"),
             ({"clusters": [["a", 0, 0]] * 12}, "must be three numbers"),
-            ({"clusters": COLOURS, "do_normalize": False}, "do_normalize and do_color_quantize .* must be true"),
-            ({"clusters": COLOURS, "do_color_quantize": False}, "must be true"),
-            ({"clusters": COLOURS, "image_mean": [0.4] * 3}, r"image_mean=.* not supported with a palette"),
-            ({"clusters": COLOURS, "rescale_factor": 1}, "rescale_factor=1 .* not supported"),
+            ({"clusters": COLORS, "do_normalize": False}, "do_normalize and do_color_quantize .* must be true"),
+            ({"clusters": COLORS, "do_color_quantize": False}, "must be true"),
+            ({"clusters": COLORS, "image_mean": [0.4] * 3}, r"image_mean=.* not supported with a palette"),
+            ({"clusters": COLORS, "rescale_factor": 1}, "rescale_factor=1 .* not supported"),
         ],
     )
     def test_palettes_that_mean_something_else_are_refused(self, values, said, tmp_path):
@@ -239,11 +239,11 @@ class TestPalette:
         assert not (tmp_path / "back" / PROCESSOR).exists()
 
     def test_a_family_without_an_image_processor_says_what_it_leaves_out(self, tmp_path, caplog):
-        """A GPT-2 of palette colours, whose head has a row for the begin token too."""
+        """A GPT-2 of palette colors, whose head has a row for the begin token too."""
         values = hf_models.CASES["gpt2 untied"].config_json() | {"vocab_size": 13, "n_positions": 36}
         config = ModelConfig.from_hf(values)
         config = ModelConfig.from_dict(vars(config) | {"image": {"height": 6, "width": 6}})
-        palette = tuple(map(tuple, COLOURS))
+        palette = tuple(map(tuple, COLORS))
         tokenizer = ImageTokenizer.of(ImageFormat(height=6, width=6, channels=3, palette=palette), tmp_path)
         save_hf(config, Decoder(config).state_dict(), tmp_path / "hf", tokenizer=tokenizer)
         assert "a gpt2 folder has no image processor: shape, palette and class names are left out" in caplog.text

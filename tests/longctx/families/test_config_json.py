@@ -84,7 +84,7 @@ class TestThereAndBack:
             ("Llama-2-7b-hf", "llama-2-7b"), ("Llama-3.1-8B", "llama-3.1-8b"), ("Mixtral-8x7B-v0.1", "mixtral-8x7b"),
             ("Qwen3-30B-A3B", "qwen3-30b-a3b"), ("DeepSeek-V3", "deepseek-v3"), ("gpt2-xl", "gpt2-xl"),
             ("openai-gpt", "gpt-1"), ("bart-base", "bart-base"), ("opus-mt-en-de", "opus-mt"), ("t5-small", "t5-small"),
-            ("t5-v1_1-base", "t5-v1.1-base"), ("imagegpt-small", "igpt-small"),
+            ("t5-v1_1-base", "t5-v1.1-base"), ("imagegpt-small", "imagegpt-small"),
             ("vit-base-patch16-224", "vit-base-16"), ("swin-tiny-patch4-window7-224", "swin-tiny"),
         ],
     )  # fmt: skip

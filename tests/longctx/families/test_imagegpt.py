@@ -104,7 +104,7 @@ def test_a_folder_goes_through_a_checkpoint_byte_for_byte(folder, tmp_path, caps
         ({"embd_pdrop": 0.2}, "'embd_pdrop': 0.2.*the same for both"),
         ({"n_head": 7}, "n_embd=512 in config.json is not a multiple of n_head=7"),
         ({"architectures": ["ImageGPTModel"]}, "imagegpt means ImageGPTForCausalImageModeling"),
-        ({"colour_order": 3}, "keys that longctx does not read for a imagegpt model: colour_order=3"),
+        ({"color_order": 3}, "keys that longctx does not read for a imagegpt model: color_order=3"),
     ],
 )
 def test_what_this_model_cannot_be_is_refused(values, said):
@@ -159,7 +159,7 @@ def test_samples_begin_with_the_last_id_and_never_have_it_again(theirs, folder):
     config, tensors = load_hf(folder)
     ours = Decoder(config, seed=None).eval()
     ours.load_state_dict(tensors)
-    # So hot that every colour is about as likely.
+    # So hot that every color is about as likely.
     drawn = [token for seed in range(6) for token in generate(ours, [BEGIN], 60, Sampling(temperature=50, seed=seed))]
     assert max(drawn) < BEGIN
     assert len(set(drawn)) > 80

@@ -17,6 +17,7 @@ from longctx.config import ModelConfig
 from longctx.conversion import load_hf, save_hf
 from longctx.conversion.tensor_layouts import tensor_specs
 from longctx.model.decoder import Decoder
+from longctx.model.training_pass import Execution
 from longctx.objectives.build import Objective, build_objective
 from tests.longctx.families.hf_models import ENCODERS, build
 
@@ -96,6 +97,24 @@ def test_losses_and_gradients_packed_here_and_padded_there(name, tmp_path):
         wanted = gradients[specs[key]]
         assert wanted.any(), key
         assert (parameter.grad - wanted).abs().max() <= 1e-10 * max(1.0, float(wanted.abs().max())), key
+
+
+@pytest.mark.parametrize("store", ["device", "host", "disk"])
+@pytest.mark.parametrize("name", NAMES)
+def test_by_chunks_both_heads_read_one_residual_stream(name, store, tmp_path):
+    pretrained(name).save_pretrained(tmp_path / "hf")
+    config, tensors = load_hf(tmp_path / "hf")
+    found = []
+    for execution in (Execution(), Execution("attention", store, chunk_tokens=7, store_path=str(tmp_path))):
+        model = Decoder(config, seed=None, execution=execution).double()
+        model.load_state_dict(tensors)
+        task = build_objective(model, Objective("masked", label_smoothing=0.1))
+        batch = task.prepare(packed(torch.Generator().manual_seed(1)))
+        sums = task.loss_sum(task(batch))
+        task.loss(sums, task.denominators(batch)).backward()
+        found.append({**sums.sums, **{key: parameter.grad for key, parameter in model.named_parameters()}})
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, rtol=1e-12, atol=1e-12, msg=lambda t, k=key: f"{k}: {t}")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.errors import DataError
-from longctx.images.image_format import MOST_COLOURS, ImageFormat, to_units
+from longctx.images.image_format import MOST_COLORS, ImageFormat, to_units
 
 GREY = ImageFormat(height=3, width=5, channels=1, classes=("cat", "dog"))
 
 
 def plain_search(pixels: np.ndarray, palette: np.ndarray) -> np.ndarray:
-    """The nearest colour of each pixel, one at a time, with the differences squared and added channel by channel."""
+    """The nearest color of each pixel, one at a time, with the differences squared and added channel by channel."""
     nearest = np.empty(pixels.shape[:-1], np.int64)
     for place in np.ndindex(nearest.shape):
         best = None
-        for number, colour in enumerate(palette):
+        for number, color in enumerate(palette):
             distance = 0.0
-            for value, part in zip(pixels[place], colour, strict=True):
+            for value, part in zip(pixels[place], color, strict=True):
                 distance += (value / 127.5 - 1 - part) ** 2
             if best is None or distance < best:
                 best, nearest[place] = distance, number
@@ -30,15 +30,15 @@ def plain_search(pixels: np.ndarray, palette: np.ndarray) -> np.ndarray:
 
 
 def with_palette(palette: np.ndarray, height: int = 3, width: int = 5) -> ImageFormat:
-    colours = tuple(tuple(colour) for colour in palette.tolist())
-    return ImageFormat(height=height, width=width, channels=palette.shape[1], palette=colours)
+    colors = tuple(tuple(color) for color in palette.tolist())
+    return ImageFormat(height=height, width=width, channels=palette.shape[1], palette=colors)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from((1, 3)), st.integers(1, 9), st.integers(0, 2**32 - 1))
-def test_each_pixel_gets_the_nearest_colour(channels: int, colours: int, seed: int):
+def test_each_pixel_gets_the_nearest_color(channels: int, colors: int, seed: int):
     random = np.random.default_rng(seed)
-    palette = random.uniform(-1, 1, (colours, channels))
+    palette = random.uniform(-1, 1, (colors, channels))
     pixels = random.integers(0, 256, (4, 3, channels), dtype=np.uint8)
     ids = with_palette(palette).quantize(pixels)
     assert ids.shape == (4, 3)
@@ -51,7 +51,7 @@ def test_the_lowest_id_wins_a_tie():
     assert with_palette(twice).quantize(np.array([[255], [191], [0]], np.uint8)).tolist() == [0, 1, 2]
 
 
-def test_many_colours_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch):
+def test_many_colors_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch):
     random = np.random.default_rng(1)
     found = with_palette(random.uniform(-1, 1, (300, 3)))
     pixels = random.integers(0, 256, (50, 40, 3), dtype=np.uint8)
@@ -62,21 +62,21 @@ def test_many_colours_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch):
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_colours_of_a_palette_of_bytes_are_themselves(seed: int):
-    colours = np.random.default_rng(seed).integers(0, 256, (17, 3), dtype=np.uint8)
-    found = with_palette(to_units(np.unique(colours, axis=0)))
-    ids = found.quantize(colours)
-    assert (found.colours_of(ids) == colours).all()
+def test_colors_of_a_palette_of_bytes_are_themselves(seed: int):
+    colors = np.random.default_rng(seed).integers(0, 256, (17, 3), dtype=np.uint8)
+    found = with_palette(to_units(np.unique(colors, axis=0)))
+    ids = found.quantize(colors)
+    assert (found.colors_of(ids) == colors).all()
 
 
 def test_pixels_come_back_in_their_shape():
     values = np.arange(15, dtype=np.uint8)
     assert (GREY.pixels_of(values) == values.reshape(3, 5, 1)).all()
-    coloured = with_palette(to_units(np.array([[0, 10, 20], [255, 0, 255]])))
-    pixels = coloured.pixels_of(np.array([0, 1] * 7 + [0]))
+    colored = with_palette(to_units(np.array([[0, 10, 20], [255, 0, 255]])))
+    pixels = colored.pixels_of(np.array([0, 1] * 7 + [0]))
     assert pixels.shape == (3, 5, 3)
     assert pixels[0, 1].tolist() == [255, 0, 255]
-    assert (GREY.num_tokens, coloured.num_tokens) == (15, 15)
+    assert (GREY.num_tokens, colored.num_tokens) == (15, 15)
     assert ImageFormat(height=3, width=5, channels=3).num_tokens == 45
 
 
@@ -97,7 +97,7 @@ def test_a_format_is_read_as_it_was_written():
         ({"classes": ["a", "b", "a"]}, "class 'a' is listed twice"),
         ({"classes": ["a\x1b[31m"]}, "printable name"),
         ({"palette": [[0.0, 0.0, 0.0]]}, "does not have 1 finite numbers"),
-        ({"palette": [[0]] * (MOST_COLOURS + 1)}, "expected 0 to 65535"),
+        ({"palette": [[0]] * (MOST_COLORS + 1)}, "expected 0 to 65535"),
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused(change: dict, message: str):
@@ -112,6 +112,6 @@ def test_a_damaged_file_is_refused():
             ImageFormat.from_json(content, "image.json")
 
 
-def test_a_palette_is_needed_for_colours():
+def test_a_palette_is_needed_for_colors():
     with pytest.raises(DataError, match=r"no palette\. Build them with --palette"):
         GREY.quantize(np.zeros((2, 2, 1), np.uint8))

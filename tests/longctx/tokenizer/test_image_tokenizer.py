@@ -16,20 +16,20 @@ from longctx.tokenizer.load_tokenizer import fingerprints, has_tokenizer, is_tok
 from tests.longctx.conversion.tiny_tokenizer import train_tokenizer
 
 PIXELS = ImageFormat(height=2, width=3, channels=1, classes=("a", "b"))
-COLOURS = ImageFormat(height=2, width=3, channels=1, palette=((-1.0,), (0.0,), (1.0,)))
+COLORS = ImageFormat(height=2, width=3, channels=1, palette=((-1.0,), (0.0,), (1.0,)))
 
 
-def test_ids_of_pixels_and_of_colours():
-    pixels, colours = (ImageTokenizer.of(found, Path("made")) for found in (PIXELS, COLOURS))
-    assert (pixels.vocab_size, colours.vocab_size) == (256, 4)
+def test_ids_of_pixels_and_of_colors():
+    pixels, colors = (ImageTokenizer.of(found, Path("made")) for found in (PIXELS, COLORS))
+    assert (pixels.vocab_size, colors.vocab_size) == (256, 4)
     assert not pixels.is_control.any()
     assert pixels.special.mask is pixels.special.bos is None
-    assert colours.is_control.tolist() == [False, False, False, True]
-    assert colours.special.mask == colours.special.bos == 3
-    for tokenizer in (pixels, colours):
+    assert colors.is_control.tolist() == [False, False, False, True]
+    assert colors.special.mask == colors.special.bos == 3
+    for tokenizer in (pixels, colors):
         assert len(tokenizer.prefix_ids) == len(tokenizer.suffix_ids) == 0
         assert tokenizer.decode([0, 1, 2, 3]) == ""
-    assert [colours.piece(token) for token in (1, 3)] == ["colour 1 (128)", "begin"]
+    assert [colors.piece(token) for token in (1, 3)] == ["color 1 (128)", "begin"]
     assert pixels.piece(17) == "value 17"
 
 
@@ -43,14 +43,14 @@ def test_images_have_no_text():
 
 
 def test_a_folder_and_a_file_of_any_name_are_loaded(tmp_path: Path):
-    made = ImageTokenizer.of(COLOURS, Path("made"))
+    made = ImageTokenizer.of(COLORS, Path("made"))
     (tmp_path / "run").mkdir()
     assert [path.name for path in made.save(tmp_path / "run")] == [IMAGE_FILE]
     shutil.copy(tmp_path / "run" / IMAGE_FILE, tmp_path / "other.txt")
     for path in (tmp_path / "run", tmp_path / "run" / IMAGE_FILE, tmp_path / "other.txt"):
         loaded = load_tokenizer(path)
         assert isinstance(loaded, ImageTokenizer)
-        assert (loaded.format, loaded.fingerprint) == (COLOURS, made.fingerprint)
+        assert (loaded.format, loaded.fingerprint) == (COLORS, made.fingerprint)
     assert has_tokenizer(tmp_path / "run")
     assert is_tokenizer_file(IMAGE_FILE)
     assert list(fingerprints(tmp_path / "run").values()) == [made.fingerprint]
@@ -72,7 +72,7 @@ def test_the_fingerprint_covers_the_format_and_not_its_spelling(tmp_path: Path):
 
 
 def test_folders_are_compared_by_their_format(tmp_path: Path):
-    for name, found in (("a", PIXELS), ("same", PIXELS), ("b", COLOURS)):
+    for name, found in (("a", PIXELS), ("same", PIXELS), ("b", COLORS)):
         (tmp_path / name).mkdir()
         ImageTokenizer.of(found, Path("made")).save(tmp_path / name)
     assert same_files(tmp_path / "a", tmp_path / "same")

@@ -31,7 +31,7 @@ def test_every_format_is_read_as_pillow_reads_it(kind: str, channels: int):
     image = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
     content = content_of(image, kind)
     with Image.open(io.BytesIO(content)) as expected:
-        # WebP has no grey, and a GIF's palette is of colours.
+        # WebP has no grey, and a GIF's palette is of colors.
         mode = "L" if expected.mode == "L" else "RGB"
         wanted = np.array(expected.convert(mode)).reshape(9, 13, -1)
     found = decode_image(content)
@@ -45,7 +45,7 @@ def test_every_format_is_read_as_pillow_reads_it(kind: str, channels: int):
     ("mode", "channels"),
     [("1", 1), ("L", 1), ("LA", 1), ("P", 3), ("RGB", 3), ("RGBA", 3), ("CMYK", 3)],
 )
-def test_other_modes_become_grey_or_colour(mode: str, channels: int):
+def test_other_modes_become_grey_or_color(mode: str, channels: int):
     image = Image.fromarray(random_images(1)[0]).convert(mode)
     kind = "TIFF" if mode == "CMYK" else "PNG"
     wanted = np.array(image.convert("L" if channels == 1 else "RGB")).reshape(5, 7, channels)
@@ -142,9 +142,9 @@ class TestOtherSizes:
         assert (fit_image(pixels, size=None, channels=1)[..., 0] == np.array(grey)).all()
         wanted = np.array(grey.resize((15, 10), Image.Resampling.BICUBIC))
         assert (fit_image(pixels, size=(10, 15), channels=1)[..., 0] == wanted).all()
-        coloured = fit_image(wanted[..., None], size=None, channels=3)
-        assert (coloured == wanted[..., None]).all()
-        assert coloured.shape == (10, 15, 3)
+        colored = fit_image(wanted[..., None], size=None, channels=3)
+        assert (colored == wanted[..., None]).all()
+        assert colored.shape == (10, 15, 3)
 
     def test_a_line_is_not_scaled_to_a_bomb(self):
         with pytest.raises(FileContentError, match="too different"):

@@ -50,7 +50,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build(images: Path, output: Path, workers: int = 1, **options) -> BuildReport:
     source = open_images(images)
-    tokenizer, rule = choose_format(source, ImageOptions(size=(18, 18), colours=40))
+    tokenizer, rule = choose_format(source, ImageOptions(size=(18, 18), colors=40))
     return build_shards(source, tokenizer, output, images=rule, workers=workers, **OPTIONS, **options)
 
 
@@ -107,7 +107,7 @@ def test_another_palette_does_not_take_the_parts(images: Path, tmp_path: Path, m
         with pytest.raises(Stop):
             build(images, tmp_path / "out")
     source = open_images(images)
-    tokenizer, rule = choose_format(source, ImageOptions(size=(18, 18), colours=41))
+    tokenizer, rule = choose_format(source, ImageOptions(size=(18, 18), colors=41))
     with pytest.raises(DataError, match=r"contains finished parts from a build of .* with another tokenizer"):
         build_shards(source, tokenizer, tmp_path / "out", images=rule, **OPTIONS)
     shutil.rmtree(staging_folder(tmp_path / "out"))

@@ -31,7 +31,7 @@ class SharedPlan(Protocol):
 
 
 @dataclass(frozen=True)
-class PlanWording:
+class PlanTexts:
     """Words for a kind of plan in error messages."""
 
     plan: str
@@ -47,7 +47,7 @@ class PlanWording:
         return f"agreeing on a {self.plan}"
 
 
-def verify_plan(plan: SharedPlan, mesh: Mesh, signature: str, problem: str | None, wording: PlanWording) -> None:
+def verify_plan(plan: SharedPlan, mesh: Mesh, signature: str, problem: str | None, texts: PlanTexts) -> None:
     """Compare digest and call ``signature`` over the context group. Collective.
 
     Raise ConfigError on every rank if one has a ``problem``, ClusterError on a mismatch.
@@ -61,11 +61,11 @@ def verify_plan(plan: SharedPlan, mesh: Mesh, signature: str, problem: str | Non
     # A rank with a problem still takes part: the others would wait for it.
     mine = torch.frombuffer(bytearray(fingerprint(plan, signature, problem)), dtype=torch.uint8)
     try:
-        seen = mesh.comm.all_gather(mine, group, operation=wording.operation)
+        seen = mesh.comm.all_gather(mine, group, operation=texts.operation)
     except ClusterError as error:
-        raise ClusterError(f"{error}\nOr a rank made fewer {wording.call}s than its peers.") from error.__cause__
+        raise ClusterError(f"{error}\nOr a rank made fewer {texts.call}s than its peers.") from error.__cause__
     if problem is not None or bool((seen != mine).any()):
-        _raise_difference(_Statement(problem, plan.describe(), plan.digest, signature), mesh, group, wording)
+        _raise_difference(_Statement(problem, plan.describe(), plan.digest, signature), mesh, group, texts)
 
 
 def fingerprint(plan: SharedPlan, signature: str, problem: str | None) -> bytes:
@@ -81,17 +81,17 @@ class _Statement(NamedTuple):
     signature: str
 
 
-def _raise_difference(mine: _Statement, mesh: Mesh, group: ProcessGroup, wording: PlanWording) -> None:
+def _raise_difference(mine: _Statement, mesh: Mesh, group: ProcessGroup, texts: PlanTexts) -> None:
     """Raise the first problem, or the mismatch, with the same text on every rank."""
     # Descriptions are long, so ranks exchange them only after a digest mismatch.
-    statements: list[_Statement] = mesh.comm.gather_objects(mine, group, operation=wording.operation)
+    statements: list[_Statement] = mesh.comm.gather_objects(mine, group, operation=texts.operation)
     for rank, statement in enumerate(statements):
         if statement.problem is not None:
             raise ConfigError(f"context rank {rank}: {statement.problem}")
     lines = [
-        f"  context rank {rank}: {x.description}; {x.signature}; {wording.plan} {x.digest[:8]}"
+        f"  context rank {rank}: {x.description}; {x.signature}; {texts.plan} {x.digest[:8]}"
         for rank, x in enumerate(statements)
     ]
     raise ClusterError(
-        f"the ranks that share a sequence have different {wording.call}s:\n" + "\n".join(lines) + f"\n{wording.advice}"
+        f"the ranks that share a sequence have different {texts.call}s:\n" + "\n".join(lines) + f"\n{texts.advice}"
     )
