@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,17 +17,14 @@ from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.build import Objective, build_objective
 from longctx.objectives.task import Task
-from parallel.comm.world import sum_over_ranks
 from parallel.layout.sequence import KINDS, SequenceLayout
-from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero.optimizer import OptimizerOptions
-from parallel.zero.zero_engine import ZeroEngine
 from tests.helpers import on_ranks, run_distributed
 from tests.longctx.image_samples import PATCHES, igpt_config, image_stream, swin_config, vit_config
 from tests.longctx.samples import gradients, randomize
 from tests.parallel.attention.test_attention import ways
+from tests.parallel.trained import ROWS, train_alone, train_over_ranks
 
 DENSE = {"num_experts": 0, "shared_ffn_size": 0}
 CLASSES, BOTH = Objective("classes", label_smoothing=0.1), Objective("causal", class_weight=0.7)
@@ -42,14 +40,14 @@ MODELS: dict[str, tuple[ModelConfig, Objective]] = {
     ),
     "pixels and classes": (igpt_config(**DENSE, classes=5, class_pool="mean"), BOTH),
 }
-ROW = 96
+ROW_TOKENS = 96
 """Tokens of a row of five or six images with its padding, which 1 to 4 ranks divide in every layout."""
 
 
 def stream_of(config: ModelConfig, seed: int = 0) -> Stream:
     count = 5
     # Windows need complete images, of padding too.
-    row = 7 * 72 if config.image.window else ROW
+    row = 7 * 72 if config.image.window else ROW_TOKENS
     return image_stream(config, count, padding=row - count * config.image.num_tokens, seed=seed)[0]
 
 
@@ -107,35 +105,8 @@ def check_models(how_many: int, names: tuple[str, ...] = tuple(MODELS)):
                 assert error <= 1e-12, f"{name}, {layout}, {way}, {keep}, {chunk_tokens}: {key} {error}"
 
 
-STEPS, CLIP, LR = 3, 0.5, 1e-3
-
-
-def step_streams(config: ModelConfig, number: int) -> list[Stream]:
-    return [stream_of(config, seed=4 * number + row) for row in range(4)]
-
-
-def train_alone(config: ModelConfig, objective: Objective) -> tuple[list[float], list[float]]:
-    """Loss and gradient norm of each step in one process, by PyTorch's AdamW."""
-    task = build_objective(Decoder(config), objective)
-    groups = [
-        {"params": [p for p in task.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in task.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    losses, norms = [], []
-    for number in range(STEPS):
-        batches = [task.prepare(stream) for stream in step_streams(config, number)]
-        counts = task.count(batches)
-        optimizer.zero_grad()
-        total = 0.0
-        for batch in batches:
-            sums = task.loss_sum(task(batch))
-            task.loss(sums, counts).backward()
-            total += float(sums[task.reported])
-        norms.append(float(torch.nn.utils.clip_grad_norm_(task.parameters(), CLIP)))
-        optimizer.step()
-        losses.append(total / task.num_loss_tokens(counts))
-    return losses, norms
+def rows_of(config: ModelConfig, number: int) -> list[Stream]:
+    return [stream_of(config, seed=ROWS * number + row) for row in range(ROWS)]
 
 
 @pytest.mark.timeout(600)
@@ -154,44 +125,24 @@ def train_alone(config: ModelConfig, objective: Objective) -> tuple[list[float],
 def test_every_stage_trains_like_one_process(name, context, stages):
     config, objective = MODELS[name]
     config = replace(config, residual_dropout=0.0, init_std=0.05)
-    wanted_losses, wanted_norms = train_alone(config, objective)
-    assert min(wanted_norms) > CLIP, "clipping must be active"
+    rows = partial(rows_of, config)
+    wanted = train_alone(build_objective(Decoder(config), objective), rows)
     mesh = Mesh.build(context=context)
+    cut = partial(split, mesh=mesh, layout="zigzag", causal=config.causal)
     for stage, keep, chunk_tokens in zip(stages, itertools.cycle(("attention", "all", "inputs")), (7, 0, 16, 0)):
-        model = build_parallel_model(
-            config, mesh, layout="zigzag", execution=Execution(keep, chunk_tokens=chunk_tokens), objective=objective
-        )
-        engine = ZeroEngine(
-            model,
-            stage=stage,
-            dtype=torch.float32,
-            accumulation=4 // mesh.data,
-            options=OptimizerOptions(clip_norm=CLIP),
-        )
-        losses, norms = [], []
-        for number in range(STEPS):
-            rows = step_streams(config, number)[mesh.data_rank :: mesh.data]
-            mine = [split(row, mesh, "zigzag", causal=config.causal) for row in rows]
-            counts = count_step(engine.model, mine)
-            total = torch.zeros((), dtype=torch.float64)
-            for stream in mine:
-                loss = engine.forward(engine.model.prepare(stream))
-                total += loss[model.reported].double()
-                engine.backward(engine.model.loss(loss, counts))
-            norms.append(engine.step(LR))
-            losses.append(float(sum_over_ranks(total)) / model.num_loss_tokens(counts))
-        for got, want in ((losses, wanted_losses), (norms, wanted_norms)):
-            error = max(abs(a - b) / b for a, b in zip(got, want, strict=True))
-            assert error <= 3e-7, f"ZeRO {stage}, context {context}, {keep}: {got} instead of {want}"
+        execution = Execution(keep, chunk_tokens=chunk_tokens)
+        model = build_parallel_model(config, mesh, layout="zigzag", execution=execution, objective=objective)
+        got = train_over_ranks(model, mesh, rows, cut, stage=stage)
+        got.check(wanted, 3e-7, f"ZeRO {stage}, context {context}, {keep}")
 
 
 def test_the_batch_is_padded_and_split_with_its_pixels():
     config = MODELS["class token"][0]
-    whole = stream_of(config).padded(ROW + 7)
+    whole = stream_of(config).padded(ROW_TOKENS + 7)
     assert isinstance(whole, Stream)
     assert not isinstance(whole, Batch)
     assert whole.pixels is not None
-    assert whole.pixels.shape == (1, ROW + 7, PATCHES.pixel_bytes)
+    assert whole.pixels.shape == (1, ROW_TOKENS + 7, PATCHES.pixel_bytes)
     assert not whole.pixels[0, -7:].any()
     assert whole.num_labels == 5
 

@@ -5,27 +5,24 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from longctx.batch import Batch
-from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution
 from longctx.objectives.build import Objective, build_objective
 from longctx.objectives.task import Task, weighed
-from parallel.comm.world import sum_over_ranks
 from parallel.layout.sequence import KINDS, SequenceLayout
-from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero.optimizer import OptimizerOptions
-from parallel.zero.zero_engine import ZeroEngine
 from tests.helpers import on_ranks, run_distributed
 from tests.longctx.samples import ahead, dense_config, gradients, packed_batch, randomize, tiny_config
 from tests.parallel.attention.test_attention import ways
+from tests.parallel.trained import ROWS, train_alone, train_over_ranks
 
 OBJECTIVE = Objective(mtp_weight=0.3)
 MODELS = {
@@ -99,31 +96,10 @@ def check_models(how_many: int):
 
 
 TRAINED = dense_config(mtp_layers=2, tie_embeddings=False, init_std=0.05)
-STEPS, CLIP, LR = 3, 0.5, 1e-3
 
 
-def step_batches(number: int) -> list[Batch]:
-    return [batch_of("packed", seed=4 * number + row) for row in range(4)]
-
-
-def train_alone(config: ModelConfig) -> tuple[list[float], list[float]]:
-    """Loss further ahead and gradient norm of each step in one process, by PyTorch's AdamW."""
-    lm = build_objective(Decoder(config), OBJECTIVE)
-    groups = [
-        {"params": [p for p in lm.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in lm.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    losses, norms = [], []
-    for number in range(STEPS):
-        batches = step_batches(number)
-        counts, found = lm.count(batches), [lm.loss_sum(lm(batch)) for batch in batches]
-        optimizer.zero_grad()
-        sum(lm.loss(sums, counts) for sums in found).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(lm.parameters(), CLIP)))
-        optimizer.step()
-        losses.append(float(sum(sums["mtp_nll"] for sums in found)) / counts["ahead"])
-    return losses, norms
+def rows_of(number: int) -> list[Batch]:
+    return [batch_of("packed", seed=ROWS * number + row) for row in range(ROWS)]
 
 
 @pytest.mark.timeout(300)
@@ -139,31 +115,11 @@ def train_alone(config: ModelConfig) -> tuple[list[float], list[float]]:
 )
 @on_ranks("world_size", timeout=250)
 def test_every_stage_trains_like_one_process(context, stages):
-    wanted_losses, wanted_norms = train_alone(TRAINED)
-    assert min(wanted_norms) > CLIP, "clipping must be active"
+    wanted = train_alone(build_objective(Decoder(TRAINED), OBJECTIVE), rows_of)
     mesh = Mesh.build(context=context)
+    cut = partial(split, mesh=mesh, layout="zigzag")
     for stage, keep, chunk_tokens in zip(stages, itertools.cycle(("attention", "all", "inputs")), (7, 0, 0, 16)):
         execution = Execution(keep, chunk_tokens=chunk_tokens)
         model = build_parallel_model(TRAINED, mesh, layout="zigzag", execution=execution, objective=OBJECTIVE)
-        engine = ZeroEngine(
-            model,
-            stage=stage,
-            dtype=torch.float32,
-            accumulation=4 // mesh.data,
-            options=OptimizerOptions(clip_norm=CLIP),
-        )
-        losses, norms = [], []
-        for number in range(STEPS):
-            rows = step_batches(number)[mesh.data_rank :: mesh.data]
-            mine = [split(row, mesh, "zigzag") for row in rows]
-            counts = count_step(engine.model, mine)
-            total = torch.zeros((), dtype=torch.float64)
-            for batch in mine:
-                loss = engine.forward(batch)
-                total += loss["mtp_nll"].double()
-                engine.backward(engine.model.loss(loss, counts))
-            norms.append(engine.step(LR))
-            losses.append(float(sum_over_ranks(total)) / counts["ahead"])
-        for got, want in ((losses, wanted_losses), (norms, wanted_norms)):
-            error = max(abs(a - b) / b for a, b in zip(got, want, strict=True))
-            assert error <= 3e-7, f"ZeRO {stage}, context {context}, {keep}: {got} instead of {want}"
+        got = train_over_ranks(model, mesh, rows_of, cut, stage=stage)
+        got.check(wanted, 3e-7, f"ZeRO {stage}, context {context}, {keep}")

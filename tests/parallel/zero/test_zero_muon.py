@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -15,22 +16,29 @@ from longctx.batch import Batch
 from longctx.model.decoder import Decoder
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.classes import Classes
-from parallel.comm.world import sum_over_ranks
 from parallel.layout.sequence import SequenceLayout
-from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero import zero_muon
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
-from parallel.zero.zero_engine import ZeroEngine
 from parallel.zero.zero_muon import FlatMatrices, Matrices, MatrixRange, Muon, matrices_of, orthogonal, whole_matrices
 from tests.helpers import on_ranks
 from tests.longctx.image_samples import igpt_config, swin_config, vit_config
 from tests.longctx.samples import dense_config, packed_batch, tiny_config
+from tests.parallel.trained import (
+    BETAS,
+    CLIP,
+    EPS,
+    LR,
+    ROWS,
+    WEIGHT_DECAY,
+    Trained,
+    train_alone,
+    train_over_ranks,
+)
 
 DENSE = dense_config(init_std=0.05, layers=("gated_delta", "full"), mtp_layers=1)
 EXPERTS = tiny_config(init_std=0.05, dense_layers=(0,), tie_embeddings=False)
-STEPS, CLIP, LR = 3, 0.5, 1e-3
 OPTIONS = OptimizerOptions(name="muon", clip_norm=CLIP)
 
 
@@ -131,25 +139,16 @@ def test_cut_anywhere_matrices_are_those_of_one_process():
 
 
 def batches(number: int) -> list[Batch]:
-    return [packed_batch([[19, 12, 7]], padding=10, seed=4 * number + row) for row in range(4)]
+    return [packed_batch([[19, 12, 7]], padding=10, seed=ROWS * number + row) for row in range(ROWS)]
 
 
-def train_alone(config) -> tuple[list[float], list[float]]:
-    """Loss and gradient norm of each step in one process."""
+def alone(config) -> Trained:
+    """One process with Muon."""
     lm = CausalLM(Decoder(config))
     masters, matrices = dict(lm.network.named_parameters()), matrices_of(lm.network)
-    optimizer = Muon(optimizer_groups(lm, 0.1, matrices), momentum=0.95, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = Muon(optimizer_groups(lm, WEIGHT_DECAY, matrices), momentum=0.95, lr=LR, betas=BETAS, eps=EPS)
     optimizer.flat_buffers = whole_matrices(masters, matrices, torch.float32)
-    losses, norms = [], []
-    for number in range(STEPS):
-        optimizer.zero_grad()
-        rows = batches(number)
-        counts, found = lm.count(rows), [lm.loss_sum(lm(batch)) for batch in rows]
-        sum(lm.loss(sums, counts) for sums in found).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(lm.parameters(), CLIP)))
-        optimizer.step()
-        losses.append(float(sum(sums["nll"] for sums in found)) / counts["targets"])
-    return losses, norms
+    return train_alone(lm, batches, optimizer)
 
 
 def shard_of(row: Batch, mesh: Mesh) -> Batch:
@@ -174,24 +173,9 @@ PLAIN = dense_config(init_std=0.05, layers=("gated_delta", "full"))
 @on_ranks("world_size", timeout=250)
 def test_every_stage_trains_like_one_process(context, expert, stages):
     for config in (EXPERTS,) if expert > 1 else (PLAIN, EXPERTS):
-        wanted_losses, wanted_norms = train_alone(config)
-        assert min(wanted_norms) > CLIP, "clipping must be active"
+        wanted = alone(config)
         mesh = Mesh.build(context=context, expert=expert)
         for stage in stages:
             model = build_parallel_model(config, mesh, layout="contiguous")
-            engine = ZeroEngine(model, stage=stage, dtype=torch.float32, accumulation=4 // mesh.data, options=OPTIONS)
-            losses, norms = [], []
-            for number in range(STEPS):
-                rows = batches(number)[mesh.data_rank :: mesh.data]
-                mine = [shard_of(row, mesh) for row in rows]
-                counts = count_step(engine.model, mine)
-                total = torch.zeros((), dtype=torch.float64)
-                for batch in mine:
-                    loss = engine.forward(batch)
-                    total += loss["nll"].double()
-                    engine.backward(engine.model.loss(loss, counts))
-                norms.append(engine.step(LR))
-                losses.append(float(sum_over_ranks(total)) / counts["targets"])
-            for got, want in ((losses, wanted_losses), (norms, wanted_norms)):
-                error = max(abs(a - b) / b for a, b in zip(got, want, strict=True))
-                assert error <= 1e-6, f"ZeRO {stage}, context {context}, experts {expert}: {got} instead of {want}"
+            got = train_over_ranks(model, mesh, batches, partial(shard_of, mesh=mesh), stage=stage, options=OPTIONS)
+            got.check(wanted, 1e-6, f"ZeRO {stage}, context {context}, experts {expert}")
