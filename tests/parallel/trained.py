@@ -56,7 +56,7 @@ def train_alone(task: Task, rows: StepRows, optimizer: torch.optim.Optimizer | N
         for batch in batches:
             loss = task.loss(task.loss_sum(task(batch)), counts)
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         trained.norms.append(float(torch.nn.utils.clip_grad_norm_(task.parameters(), CLIP)))
         optimizer.step()
         trained.losses.append(total)
