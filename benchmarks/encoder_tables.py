@@ -88,5 +88,6 @@ def _further(row: dict[str, Any]) -> str:
         return "–"
     probe, tuned = row["probe"], row["tuned"]
     return (
-        f"{100 * probe['accuracy']:.1f} % by a probe on layer {probe['layer']}, {100 * tuned['accuracy']:.1f} % tuned"
+        f"{100 * probe['accuracy']:.1f} % by a probe on layer {probe['layer']}, {100 * tuned['accuracy']:.1f} % and "
+        f"{tuned['bits']:.3f} bits with both losses"
     )
