@@ -97,14 +97,13 @@ def bias_indices(side: int, device: torch.device) -> Tensor:
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def sides_of_image(mixer: ImageWindowMixer, device: torch.device) -> Tensor:
-    """Return which pairs in each window of one image are on one side of its edge, bool [windows, n, n]."""
+    """Return the side of the image's edge on which each patch is, window by window, uint8 [windows, n]."""
     side, shift = mixer.side, mixer.shift
     # Patches before the shift continue the last window of the row or column from the other side.
     row_sides, column_sides = (np.arange(count) < shift for count in (mixer.rows, mixer.columns))
-    sides = 2 * row_sides[:, None] + column_sides[None, :]
+    sides = (2 * row_sides[:, None] + column_sides[None, :]).astype(np.uint8)
     order = _order_in_image(mixer.rows, mixer.columns, "windows", side, shift)
-    of_windows = sides.ravel()[order].reshape(-1, side * side)
-    return torch.from_numpy(of_windows[:, :, None] == of_windows[:, None, :]).to(device, non_blocking=True)
+    return torch.from_numpy(sides.ravel()[order].reshape(-1, side * side)).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=32)
@@ -148,9 +147,11 @@ def _in_windows(
     q, k, v = (x[0].unflatten(0, (-1, n)).transpose(1, 2) for x in (q_1tHD, k_1tHD, v_1tHD))
     scores_WHnn = torch.matmul(q, k.mT) * scale + bias_HR[:, bias_indices(plan.mixer.side, q.device)]
     if plan.mixer.shift:
-        same = sides_of_image(plan.mixer, q.device)
-        numbers = torch.arange(plan.first_window, plan.first_window + len(q), device=q.device) % len(same)
-        scores_WHnn = scores_WHnn.masked_fill(~same[numbers][:, None], -torch.inf)
+        sides = sides_of_image(plan.mixer, q.device)
+        numbers = torch.arange(plan.first_window, plan.first_window + len(q), device=q.device) % len(sides)
+        sides_W1n = sides[numbers][:, None]
+        others_W1nn = sides_W1n[..., :, None] != sides_W1n[..., None, :]
+        scores_WHnn = scores_WHnn.masked_fill(others_W1nn, -torch.inf)
     # Softmax at least in float32, as in other attention.
     weights = torch.softmax(scores_WHnn, dim=-1, dtype=accumulate_dtype(scores_WHnn.dtype)).to(v.dtype)
     out_WHnD = torch.matmul(weights, v)
