@@ -46,7 +46,8 @@ def adamw(task: Task) -> torch.optim.Optimizer:
 
 
 def train_alone(task: Task, rows: StepRows, optimizer: torch.optim.Optimizer | None = None) -> Trained:
-    """One process."""
+    """One process, in float64: in float32 its own norms would be off by as much as is allowed to ranks."""
+    task = task.double()
     optimizer, trained = optimizer or adamw(task), Trained([], [])
     for number in range(STEPS):
         batches = [_prepared(task, row) for row in rows(number)]
