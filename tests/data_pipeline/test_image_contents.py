@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_pipeline.image_contents import SHEET_IMAGES, _spread, image_contents, write_sheet
+from data_pipeline.image_contents import SHEET_IMAGES, _by_turns, image_contents, write_sheet
 from data_pipeline.inspect import decode_rows, describe, show_row
 from data_pipeline.mixture.description import describe_mixture
 from data_pipeline.prepare.build_shards import build_shards
@@ -59,7 +59,7 @@ def test_rows_of_images_are_not_shown_as_text(tmp_path: Path):
 
 def test_images_are_taken_from_all_classes_in_turn():
     labels = np.array([0, 0, 0, 0, 2, 2, 1])
-    assert _spread(labels).tolist() == [0, 6, 4, 1, 5, 2, 3]
+    assert _by_turns(labels).tolist() == [0, 6, 4, 1, 5, 2, 3]
 
 
 class TestPictures:
