@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import deepspeed
 import torch
@@ -212,6 +214,8 @@ class ShardedPartition(Partition):
                 leaves.append(MtpJoin)
             set_z3_leaf_modules(wrapping.model, leaves)
         super().__init__(wrapping, wrapping.options.clip_norm)
+        if wrapping.model.network.config.shared_layers:
+            _reduce_when_complete(wrapping.model)
 
     def update(self, should_update: UpdateCheck) -> tuple[float, bool]:
         # Release weights that were read ahead: DeepSpeed assumes that a weight found in memory stays there.
@@ -321,3 +325,20 @@ PARTITIONS: dict[int, Callable[[Wrapping], Partition]] = {
     3: ShardedPartition,
 }
 """Partition class per ZeRO stage."""
+
+
+def _reduce_when_complete(model: nn.Module) -> None:
+    """Let DeepSpeed reduce a shared block's gradients once per backward pass.
+
+    It does so after each layer's backward, with zeros for gradients that do not exist yet. A weight's gradient exists
+    only after the last of them, as the sum over layers.
+    """
+    for block in model.modules():
+        if isinstance(block, Block):
+            for key, reduce in block._backward_hooks.items():
+                block._backward_hooks[key] = partial(_reduce_if_complete, reduce)
+
+
+def _reduce_if_complete(reduce: Callable[..., None], block: nn.Module, *gradients: Any) -> None:
+    if any(p.grad is not None for p in block.parameters()):
+        reduce(block, *gradients)

@@ -147,7 +147,12 @@ def test_in_more_stages_and_in_bfloat16(kind):
 # --- layers by chunks -------------------------------------------------------------------------------------------------
 
 # What an expert at its capacity drops depends on all chunks of all ranks.
-CHUNK_CONFIGS = {**CONFIGS, "capacity": replace(EXPERTS, capacity_factor=1.0)}
+CHUNK_CONFIGS = {
+    **CONFIGS,
+    "capacity": replace(EXPERTS, capacity_factor=1.0),
+    # ZeRO-3 must sum the layers' gradients of one block before it reduces them.
+    "shared": replace(DENSE, shared_layers=True),
+}
 CHUNK_WAYS: list[tuple[Keep, Store, int, int]] = list(
     itertools.product(("all", "attention", "inputs"), ("device", "host"), (11, 100), (1, 2))
 )
@@ -166,6 +171,7 @@ def check_chunks(kind: str, stages: tuple[int, ...], dtypes: tuple[torch.dtype, 
     ("kind", "stage"),
     [
         ("sandwich", 3),
+        ("shared", 3),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (("dense", 0), ("capacity", 2), ("experts", 2), ("capacity", 3))
