@@ -4,6 +4,9 @@ A checkpoint folder holds ``manifest.json`` (hashed), the tokenizer's files and 
 (a parameter under its Hugging Face in-memory name) exists in three fp32 roles: ``master``, ``exp_avg``, ``exp_avg_sq``.
 Each role is a list of slices that cover the flattened tensor exactly once. The rank that owns a range writes it, so any
 ZeRO stage and any world size can write this format and read back any range. An imported model only has masters.
+
+A checkpoint of adapters holds only their tensors, and names the checkpoint with the frozen weights (``base``), from
+which the reader reads all others.
 """
 
 from __future__ import annotations
@@ -83,6 +86,10 @@ class CheckpointReader:
         self._roles = _common_roles(self._pieces, self.folder)
         pieces = (piece for roles in self._pieces.values() for found in roles.values() for piece in found)
         self._files = PieceFiles(self.folder, self.manifest["files"], pieces, past_cache=past_cache)
+        self.base: CheckpointReader | None = None
+        """The checkpoint with the frozen weights; None if this one holds all."""
+        if "base" in self.manifest:
+            self.base = _open_base(self.folder, self.manifest["base"], past_cache=past_cache)
 
     @property
     def step(self) -> int:
@@ -106,14 +113,21 @@ class CheckpointReader:
 
     def roles_of(self, name: str) -> tuple[str, ...]:
         """Return the roles stored for a tensor: tensors updated by Muon have a single moment."""
+        if self._is_of_base(name):
+            return ROLES[:1]
         return tuple(role for role in ROLES if role in self._pieces[name])
 
     def names(self) -> list[str]:
-        """Return all logical tensor names, in the model's order."""
-        return list(self.manifest["tensors"])
+        """Return all logical tensor names, in the model's order; a base's before the adapters'."""
+        names = list(self.manifest["tensors"])
+        if self.base is None:
+            return names
+        return list(dict.fromkeys(self.base.names() + names))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a logical tensor's shape."""
+        if self.base is not None and self._is_of_base(name):
+            return self.base.shape(name)
         return tuple(self.manifest["tensors"][name]["shape"])
 
     def read(self, name: str, role: str = "master") -> Tensor:
@@ -125,6 +139,8 @@ class CheckpointReader:
         """Read ``numel`` values of the flattened tensor from ``start``, fp32 [numel]."""
         # Check that every slice exists with its size before allocating, so that a forged manifest cannot exhaust
         # memory.
+        if self.base is not None and self._is_of_base(name):
+            return self.base.read_range(name, role, start, numel)
         locations = self._locate_values(name, role, start, numel)
         out = torch.empty(numel, dtype=torch.float32)
         self._fill(out, start, locations)
@@ -137,7 +153,10 @@ class CheckpointReader:
         Raise CheckpointError if the file is damaged there: values filled before are correct, the remaining ones
         untouched.
         """
-        self._fill(out, start, self._locate_values(name, role, start, len(out)))
+        if self.base is not None and self._is_of_base(name):
+            self.base.read_into(name, role, start, out)
+        else:
+            self._fill(out, start, self._locate_values(name, role, start, len(out)))
 
     def state_dict(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight, one at a time, in ``dtype`` (default: the run's); buffers stay in float32."""
@@ -167,8 +186,11 @@ class CheckpointReader:
         return []
 
     def size_problems(self) -> list[str]:
-        """Return the problems with missing files and file sizes, without reading any file."""
-        return [problem for problem in map(self._size_problem, self.manifest["files"]) if problem]
+        """Return the problems with missing files and file sizes, a base's too, without reading any file."""
+        problems = [problem for problem in map(self._size_problem, self.manifest["files"]) if problem]
+        if self.base is not None:
+            problems += [f"{self.base.folder / problem}" for problem in self.base.size_problems()]
+        return problems
 
     def check_entries(self) -> None:
         """Raise CheckpointError unless every slice is in its file with its size; only headers are read."""
@@ -188,6 +210,11 @@ class CheckpointReader:
     def close(self) -> None:
         """Close the open files."""
         self._files.close()
+        if self.base is not None:
+            self.base.close()
+
+    def _is_of_base(self, name: str) -> bool:
+        return self.base is not None and name not in self._pieces
 
     def _size_problem(self, name: str) -> str:
         """Check a file without reading it and return the problem; empty if there is none."""
@@ -220,6 +247,36 @@ class CheckpointReader:
     def _fill(self, out: Tensor, start: int, locations: Iterable[_Place]) -> None:
         for place in locations:
             self._files.read_into(place.file, place.first, out[place.lo - start : place.hi - start])
+
+
+def base_entry(base: CheckpointReader, run_folder: Path) -> dict[str, str]:
+    """Return the manifest entry that names a run's base: its folder, relative to a checkpoint if it is in the run."""
+    path, run_folder = base.folder.absolute(), run_folder.absolute()
+    named = str(path)
+    if path.is_relative_to(run_folder):
+        # Two levels up from CHECKPOINTS/step_NNNNNN, so that the run's folder can be moved.
+        named = str(Path("../..") / path.relative_to(run_folder))
+    return {"folder": named, "hash": base.manifest["hash"]}
+
+
+def _open_base(folder: Path, entry: dict[str, str], *, past_cache: bool) -> CheckpointReader:
+    """Open the checkpoint that the adapters in ``folder`` belong to; raise CheckpointError if it is another one."""
+    where = folder / entry["folder"]
+    if not (where / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{folder} holds adapters, and their base is missing: {where}.\nMove it there again, or import "
+            f"the model there again: longctx convert --from hf MODEL {where}"
+        )
+    # Before it is opened: a forged one might name itself.
+    if "base" in read_manifest(where):
+        raise CheckpointError(f"{folder}: its base {where} holds adapters itself. Merge those into a base first.")
+    base = CheckpointReader(where, past_cache=past_cache)
+    if base.manifest["hash"] != entry["hash"]:
+        raise CheckpointError(
+            f"{folder} holds adapters for another base: {where} has the manifest hash {base.manifest['hash']}, and "
+            f"they were trained on {entry['hash']}.\nPut their own base there."
+        )
+    return base
 
 
 class PieceFiles:

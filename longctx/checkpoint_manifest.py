@@ -122,11 +122,10 @@ def reject_other_formats(folder: Path) -> None:
     """Raise CheckpointError for a PEFT adapter or a DeepSpeed ``save_checkpoint`` folder, without opening any file."""
     if (folder / "adapter_config.json").is_file():
         raise CheckpointError(
-            f"{folder} is a PEFT adapter (adapter_config.json), which needs its base model.\n"
-            "Merge both first, in Python with peft and transformers:\n"
-            "  base = AutoModelForCausalLM.from_pretrained(BASE)\n"
-            f"  PeftModel.from_pretrained(base, {str(folder)!r}).merge_and_unload().save_pretrained(MERGED)\n"
-            "Copy the tokenizer files into MERGED, and use MERGED here."
+            f"{folder} is a PEFT adapter (adapter_config.json), which needs its base model. Convert both, and use OUT "
+            "here:\n"
+            "  longctx convert --from hf BASE CHECKPOINT\n"
+            f"  longctx convert --from peft {folder} OUT --base CHECKPOINT"
         )
     for pattern in ("", "*/"):
         for name in ("mp_rank_*_model_states.pt", "*zero_pp_rank_*_states.pt", "layer_*-model_states.pt"):
@@ -289,7 +288,7 @@ _MANIFEST: Check = record(
         "training": _TRAINING,
         "hash": HASH,
     },
-    {"versions": mapping(NAME, NAME)},
+    {"versions": mapping(NAME, NAME), "base": record({"folder": NAME, "hash": HASH})},
 )
 
 

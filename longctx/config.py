@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
 
 from longctx import families
+from longctx.architecture.adapter import AdapterShape
 from longctx.architecture.fields import ModelFields, names_of_role
 from longctx.architecture.image import ImageShape
 from longctx.architecture.model_rules import check_model
@@ -50,10 +51,9 @@ class ModelConfig(ModelFields):
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Build a config from plain values, with lists for tuples as in JSON; raise ConfigError for an unknown key."""
         values = dict(values)
-        if isinstance(values.get("rope"), dict):
-            values["rope"] = _from_plain(Rope, values["rope"], "model.rope")
-        if isinstance(values.get("image"), dict):
-            values["image"] = _from_plain(ImageShape, values["image"], "model.image")
+        for name, kind in (("rope", Rope), ("image", ImageShape), ("adapter", AdapterShape)):
+            if isinstance(values.get(name), dict):
+                values[name] = _from_plain(kind, values[name], f"model.{name}")
         return _from_plain(cls, values, "model")
 
     @classmethod

@@ -108,13 +108,14 @@ class Saver:
         local_ranks: int = 1,
         mirror: Mirror | None = None,
         records: Sequence[Path] = (),
+        base: Mapping[str, str] | None = None,
     ) -> None:
         """Prepare to save. With ``copies``, training continues during a save if this machine, with ``local_ranks``
         ranks, has enough memory. Rank 0's ``mirror`` sends checkpoints to a store. ``records`` are synced before each
-        commit.
+        commit. ``base`` is the manifest entry for the checkpoint with the frozen weights, if there are any.
         """
         self._folder, self._engine, self._records = run_folder, engine, records
-        same = {"model": model, "shapes": engine.shapes, "roles": engine.roles, "dtype": engine.dtype}
+        same = {"model": model, "shapes": engine.shapes, "roles": engine.roles, "dtype": engine.dtype, "base": base}
         self._contents = partial(Contents, **same, tokenizer_files=tokenizer_files, static_files=static_files)
         # A single thread: the write of a copy, the commit and removals run in order and never overlap.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_let_training_go_first)
@@ -336,6 +337,7 @@ def run_saver(
     *,
     step: int,
     local_ranks: int,
+    base: Mapping[str, str] | None = None,
 ) -> Saver:
     """Build the saver for a run at ``step`` from its config."""
     folder, retention, mirror = Path(config.run.output_dir), Retention.of(config.checkpoint), None
@@ -353,6 +355,7 @@ def run_saver(
         local_ranks=local_ranks,
         mirror=mirror,
         records=(folder / METRICS_FILE, folder / TIMELINE_FILE),
+        base=base,
     )
 
 

@@ -112,6 +112,8 @@ class Contents:
     """Copied along, so that the checkpoint is usable without the run's data."""
     static_files: StaticFiles | None = None
     """Tensors from an imported model's other parts, if it has any."""
+    base: Mapping[str, str] | None = None
+    """Manifest entry for the checkpoint with the frozen weights; None if all are in this one."""
 
 
 def write_rank_file(
@@ -253,6 +255,8 @@ def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any
         "training": dict(contents.training),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
+    if contents.base is not None:
+        manifest["base"] = dict(contents.base)
     # Last, because the hash covers all keys above.
     manifest["hash"] = canonical_hash(manifest)
     return manifest
@@ -261,8 +265,9 @@ def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any
 def _tensor_table(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any]:
     """Return each tensor's shape and, per role, the slices that hold it."""
     table: dict[str, Any] = {}
-    for name, shape in contents.shapes.items():
-        table[name] = {"shape": list(shape), "roles": {role: [] for role in contents.roles[name]}}
+    # Frozen weights have no roles: they are the base's.
+    for name, roles in contents.roles.items():
+        table[name] = {"shape": list(contents.shapes[name]), "roles": {role: [] for role in roles}}
     for file in files:
         for name, role, piece in file.pieces:
             table[name]["roles"][role].append(piece)

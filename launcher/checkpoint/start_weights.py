@@ -7,8 +7,10 @@ from functools import cached_property
 
 from torch import Size, Tensor
 
+from longctx.architecture.adapter import is_adapter
 from longctx.checkpoint_format import CheckpointReader, model_config
 from longctx.config import ModelConfig
+from longctx.errors import CheckpointError
 from longctx.model.layers.initialize import InitialTensor
 from longctx.model.position_grid import resize_positions
 
@@ -29,8 +31,16 @@ class StartWeights:
         self._reader, self._model, self._shapes, self._seed = reader, model, shapes, seed
         self._saved = model_config(reader)
         stored = {name: reader.shape(name) for name in reader.names()}
-        self.new = [name for name in shapes if name.startswith(_CLASS_HEAD) and stored.get(name) != shapes[name]]
+        may_be_new = [name for name in shapes if name.startswith(_CLASS_HEAD) or is_adapter(name)]
+        self.new = [name for name in may_be_new if stored.get(name) != shapes[name]]
         """Parameters that the checkpoint lacks, or has for other classes."""
+        heads = [name for name in self.new if not is_adapter(name)]
+        if heads and model.adapter.is_used:
+            raise CheckpointError(
+                f"{reader.folder} has no class head for model.classes={model.classes}, and with adapters "
+                f"(model.adapter.rank={model.adapter.rank}) a new one would stay as it is.\nTrain it first, with "
+                "model.adapter.rank=0."
+            )
         self.unused = [name for name in stored if name not in shapes and name.startswith(_HEADS)]
         """The checkpoint's parameters for heads that the model lacks."""
         self.resizes = (
@@ -69,8 +79,9 @@ class StartWeights:
                 image.height,
                 image.width,
             )
-        if self.new:
-            log.info("The class head is new (%d classes): %s.", self._model.classes, ", ".join(self.new))
+        heads = [name for name in self.new if not is_adapter(name)]
+        if heads:
+            log.info("The class head is new (%d classes): %s.", self._model.classes, ", ".join(heads))
         if self.unused:
             log.info("Not read from the checkpoint, because the model has no such head: %s.", ", ".join(self.unused))
 

@@ -24,8 +24,8 @@ def convert(
     source: Annotated[Positional[Path], arg(metavar="IN")],
     output: Annotated[Positional[Path], arg(metavar="OUT")],
     *,
-    to: Annotated[str | None, _DIRECTION, choice_option("hf")] = None,
-    origin: Annotated[str | None, _DIRECTION, choice_option("hf", "deepspeed"), arg(name="from")] = None,
+    to: Annotated[str | None, _DIRECTION, choice_option("hf", "peft")] = None,
+    origin: Annotated[str | None, _DIRECTION, choice_option("hf", "deepspeed", "peft"), arg(name="from")] = None,
     upcycle: Annotated[str | None, _DIRECTION, arg(metavar="EXPERTS[,TOP_K[,GRANULARITY]]")] = None,
     dtype: Annotated[str | None, choice_option("float32", "bfloat16", "float16")] = None,
     tokenizer: Annotated[str | None, arg(metavar="TOKENIZER|none")] = None,
@@ -33,6 +33,7 @@ def convert(
     text_only: bool = False,
     mtp: bool = False,
     execute_pickles: bool = False,
+    base: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None,
 ) -> None:
     """Convert checkpoints to and from Hugging Face.
 
@@ -47,9 +48,11 @@ def convert(
     Args:
         source: Folder to read.
         output: Folder to create, outside the source.
-        to: IN is a checkpoint, or a run folder: its newest checkpoint.
+        to: IN is a checkpoint, or a run folder: its newest checkpoint. hf writes the full model, with adapters merged;
+            peft the adapters alone.
         origin: IN is a Hugging Face folder: safetensors, or .bin/.pt, from which only tensors are read; or deepspeed: a
-            folder written by DeepSpeed's save_checkpoint, with the model's Hugging Face config.json added.
+            folder written by DeepSpeed's save_checkpoint, with the model's Hugging Face config.json added; or peft: an
+            adapter folder, for the model in --base.
         upcycle: IN is a dense checkpoint or run; OUT becomes an expert model's checkpoint that starts as the same
             function.
         dtype: Dtype of the written weights, even if bits are lost; with --from, the default for later exports.
@@ -61,22 +64,20 @@ def convert(
             trains. Without it they are carried along unchanged.
         execute_pickles: With --from deepspeed: its files are pickles, and loading one runs any code in it, with your
             account's permissions. Use it only for files that you wrote or trust to that extent.
+        base: With --from peft, the checkpoint that the adapters belong to.
     """
-    if execute_pickles and origin != "deepspeed":
-        raise ConfigError("--execute-pickles works only with --from deepspeed. Leave it out.")
-    for flag, given in (("--text-only", text_only), ("--mtp", mtp)):
-        if given and origin != "hf":
-            raise ConfigError(f"{flag} works only with --from hf. Leave it out.")
-    # Upcycling has one fixed form, so options for conversion would have no effect.
+    pickles = ("--execute-pickles", execute_pickles, "deepspeed")
+    for flag, given, kind in (("--text-only", text_only, "hf"), ("--mtp", mtp, "hf"), pickles):
+        if given and origin != kind:
+            raise ConfigError(f"{flag} works only with --from {kind}. Leave it out.")
+    if (base is not None) != (origin == "peft"):
+        raise ConfigError("--base names the model of an adapter folder, with --from peft: give both, or neither.")
+    if upcycle is not None or "peft" in (to, origin):
+        _check_fixed_form(dtype, verify, tokenizer)
     if upcycle is not None:
-        if dtype or verify != "auto":
-            raise ConfigError(
-                "--upcycle always writes float32 masters and verifies them: leave --dtype and --verify out."
-            )
-        if tokenizer:
-            raise ConfigError("--upcycle copies the checkpoint's tokenizer: leave --tokenizer out.")
-        _upcycle(source, output, upcycle)
-        return
+        return _upcycle(source, output, upcycle)
+    if "peft" in (to, origin):
+        return _convert_adapters(source, output, base)
     # Deferred: errors in the options above need not wait for torch.
     import torch
 
@@ -102,6 +103,19 @@ def convert(
     _print_conversion(done, kind, to_hf=to == "hf")
 
 
+def _convert_adapters(source: Path, output: Path, base: Path | None) -> None:
+    """Convert a checkpoint's adapters to a PEFT folder, or with a ``base`` the other way around."""
+    from longctx.conversion.peft_folder import export_peft, import_peft
+
+    if base is None:
+        folder = export_peft(source, output)
+        print_line(f"{folder}: a PEFT folder. Next: PeftModel.from_pretrained(base, {str(folder)!r})")
+        return
+    folder = import_peft(source, output, base)
+    print_line(f"{folder}: a checkpoint of adapters on {base}.")
+    print_line(f"Next: {command_line('generate', '--checkpoint', folder, '--prompt', 'The', '--max-new-tokens', '40')}")
+
+
 def _print_conversion(done: Conversion, kind: str, *, to_hf: bool) -> None:
     """Print the written and verified files, and the next command."""
     from longctx.conversion.weights.json_files import read_checkpoint_json
@@ -117,6 +131,14 @@ def _print_conversion(done: Conversion, kind: str, *, to_hf: bool) -> None:
         )
     else:
         print_line(f"Next: {command_line('train', '--config', 'run.toml', '--run.start_from', done.folder)}")
+
+
+def _check_fixed_form(dtype: str | None, verify: str, tokenizer: str | None) -> None:
+    """Raise ConfigError for options that upcycling and adapters ignore."""
+    if dtype or verify != "auto":
+        raise ConfigError("--upcycle and adapters are always float32, and verified: leave --dtype and --verify out.")
+    if tokenizer:
+        raise ConfigError("--upcycle and --from peft copy the checkpoint's tokenizer: leave --tokenizer out.")
 
 
 def _upcycle(source: Path, output: Path, wanted: str) -> None:

@@ -27,7 +27,7 @@ _KEPT_BY_ANOTHER_KIND = ("theta", "original_max_positions", *SHAPE_OF_ROPE)
 
 MAY_CHANGE = (
     "A run that starts from it may change model.max_positions, model.window, the scaling in model.rope, the height and "
-    "width of images in patches, and the class head."
+    "width of images in patches, and the class head; and it may add adapters (model.adapter) to a model without."
 )
 
 
@@ -46,11 +46,13 @@ def lay_over(model: dict[str, Any], base: ModelConfig | None) -> dict[str, Any]:
         under = PRESETS[preset]
     values = dataclasses.asdict(under) | model | {"preset": preset}
     # A table within the section is merged too: setting one rope key leaves the others.
-    rope, image = model.get("rope"), model.get("image")
+    rope = model.get("rope")
     if isinstance(rope, dict):
         values["rope"] = _rope_under(under, rope) | rope
-    if isinstance(image, dict):
-        values["image"] = dataclasses.asdict(under.image) | image
+    for table in ("image", "adapter"):
+        given = model.get(table)
+        if isinstance(given, dict):
+            values[table] = dataclasses.asdict(getattr(under, table)) | given
     return values
 
 
@@ -162,7 +164,7 @@ def _resumed_model(output_dir: Path, resume: str) -> ModelConfig | None:
 def model_changes(saved: ModelConfig, current: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """Return every field in which the run's model differs from the checkpoint's: name -> (theirs, ours)."""
     changes = _changed_fields(saved, current)
-    for table in ("rope", "image"):
+    for table in ("rope", "image", "adapter"):
         if table in changes:
             del changes[table]
             within = _changed_fields(getattr(saved, table), getattr(current, table))
@@ -174,6 +176,9 @@ def fixed_differences(saved: ModelConfig, current: ModelConfig) -> dict[str, tup
     """Return the differences that a checkpoint's weights do not allow."""
     fixed = saved.differences(current)
     fixed.pop("window", None)
+    # A base gets adapters; adapters stay what they are.
+    if not saved.adapter.is_used:
+        fixed.pop("adapter", None)
     if "rope" in fixed:
         del fixed["rope"]
         for name in SHAPE_OF_ROPE:

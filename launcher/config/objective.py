@@ -19,6 +19,7 @@ def check_objective(config: RunConfig) -> None:
     _check_pairs(config)
     _check_pair_head(config)
     _check_mtp(config)
+    _check_adapter(config)
     check_images(config)
     objective, causal = config.train.objective, config.model.causal
     if objective == "causal" and not causal:
@@ -68,6 +69,15 @@ def _check_mtp(config: RunConfig) -> None:
             f"train.mtp_weight={weight} weights the loss of multi-token prediction blocks, but the model has none "
             "(model.mtp_layers=0).\nSet model.mtp_layers=1, import a folder that has them with convert --mtp, or set "
             "train.mtp_weight=0."
+        )
+
+
+def _check_adapter(config: RunConfig) -> None:
+    """Raise ConfigError for an optimizer that adapters do not support."""
+    if config.model.adapter.is_used and config.train.optimizer == "muon":
+        raise ConfigError(
+            f"train.optimizer=muon is not supported with model.adapter.rank={config.model.adapter.rank}: it "
+            "orthogonalizes full matrices, and A and B are factors of one.\nTry --train.optimizer adamw."
         )
 
 

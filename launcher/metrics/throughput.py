@@ -6,9 +6,11 @@ FLOPs here are *model* FLOPs: those that the mathematics requires, two per multi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
+from longctx.architecture.adapter import is_adapter
 from longctx.architecture.fields import decoder_of, encoder_of
 from longctx.architecture.image_stages import stage_configs
 from longctx.architecture.layer_specs import mixers_of
@@ -87,7 +89,8 @@ def training_flops(
     through ``source_parameters`` and the encoder's mixers, and cross attention costs ``4·L·H·D·n·s``. A head for
     documents costs 6 per weight and document; if it reads first tokens and is the only head, so does the last layer
     after attention. With stages (Swin), each stage has a quarter of the tokens before it, and its own weights; a
-    merging multiplies the tokens after it.
+    merging multiplies the tokens after it. With adapters (LoRA) a frozen weight costs 4 per token instead of 6, and A
+    and B cost 6.
     """
     if config.image.depths:
         return 3 * _stage_flops(config, lengths)
@@ -97,7 +100,29 @@ def training_flops(
     without = round(2 * head_parameters(config) * sum(lengths) * (1 - head_share))
     without += 2 * unread_size(config) * (sum(lengths) - len(lengths))
     # Backward costs twice as much as forward, hence the factor 3.
-    return 3 * (linear - without + mixing + _source_flops(config, lengths, source_lengths))
+    total = 3 * (linear - without + mixing + _source_flops(config, lengths, source_lengths))
+    if config.adapter.is_used:
+        # Frozen weights have no gradient.
+        of_source = 2 * source_parameters(config) * sum(source_lengths)
+        total += 6 * adapter_parameters(config) * sum(lengths) - (linear - without + of_source)
+    return total
+
+
+@cache
+def adapter_parameters(config: ModelConfig) -> int:
+    """Count the adapters' weights that multiply each token: of a layer's experts only the active ones."""
+    # Imported late: only the decoder knows its projections, and most runs have no adapters.
+    from longctx.conversion.tensor_layouts import parameter_shapes
+    from longctx.model.experts.experts import is_expert_weight
+
+    total = 0
+    for name, shape in parameter_shapes(config).items():
+        if is_adapter(name):
+            size = math.prod(shape)
+            if is_expert_weight(name):
+                size = size // config.num_experts * config.experts_per_token
+            total += size
+    return total
 
 
 def _stage_flops(config: ModelConfig, lengths: Sequence[int]) -> int:

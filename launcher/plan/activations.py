@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.encoder import encoder_run, num_source_tokens
-from launcher.plan.parameters import num_ffn_parameters, num_layer_parameters
+from launcher.plan.parameters import num_ffn_gradients, num_layer_gradients
 from launcher.plan.stages import stage_runs
 from launcher.plan.token_bytes import FLOAT32, TokenBytes
 from launcher.plan.workspace import BackwardCall, backward_workspace, expected_kernel
@@ -115,7 +115,7 @@ class _Layers(TokenBytes):
         layers = [self.kept_of(layer) for layer in range(model.depth)]
         heads, weights = 1 + model.mtp_layers, model.head_rows * model.embedding_dim
         by_rows = sums_head_by_rows(self.config, model)
-        head = 0 if by_rows else heads * weights * FLOAT32
+        head = 0 if by_rows or model.adapter.is_used else heads * weights * FLOAT32
         shared = self.shared_of_step()
         kept = shared + self._under_way()
         if model.num_experts:
@@ -232,7 +232,7 @@ class _Layers(TokenBytes):
         # The input's gradient replaces the output's, chunk by chunk.
         ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(self.x + core.out)
         # Weights before the core get their gradients later.
-        after_core = num_ffn_parameters(self.config, layer) + core.out // self.width * self.model.hidden_size
+        after_core = num_ffn_gradients(self.config, layer) + core.out // self.width * self.model.hidden_size
         return ffn + after_core * FLOAT32
 
     def chunk(self) -> int:
@@ -258,7 +258,7 @@ class _Layers(TokenBytes):
             # On a CPU the host store shares the device's memory.
             stored = self.tokens * passed
         # By then the FFN's gradients are complete, and rounded.
-        finished = num_ffn_parameters(self.config, layer) * (FLOAT32 - self.width)
+        finished = num_ffn_gradients(self.config, layer) * (FLOAT32 - self.width)
         return of_group + stored + self._weight_sums(layer) - finished
 
     def _groups(self, layer: int) -> tuple[int, int]:
@@ -317,14 +317,22 @@ class _Layers(TokenBytes):
         if tile < tokens:
             sums, bytes_of_weights = tokens * 2 * model.hidden_size * FLOAT32, width + FLOAT32
         shared = 5 * model.shared_ffn_size * width * tokens
+        if model.adapter.is_used:
+            # Instead A and B of both matrices: a scaled copy of A, gradients, and products with A and with B.
+            rank, widths = model.adapter.rank, 2 * model.hidden_size + 3 * model.expert_ffn_size
+            weights = model.num_experts // self.config.parallel.expert * rank * widths
+            of_tile += 4 * assignments * rank * width
         return max(of_tile, shared) + sums + weights * bytes_of_weights
 
     def _weight_sums(self, layer: int) -> int:
-        return num_layer_parameters(self.config, layer) * FLOAT32
+        return num_layer_gradients(self.config, layer) * FLOAT32
 
     def _embeddings(self) -> int:
         """Return bytes at the end of backward: gradients for the embeddings, and for their table."""
         model = self.model
+        if model.adapter.is_used:
+            # A frozen table has no gradient, and its rows need none.
+            return 0
         table, of_head = model.vocab_size * model.embedding_dim * self.width, 0
         if model.tie_embeddings:
             of_head = table
@@ -399,7 +407,7 @@ class _Layers(TokenBytes):
 def sums_head_by_rows(config: ResolvedConfig, model: ModelConfig) -> bool:
     """Return True if the head's weight gradient is summed in ranges of rows, recomputing their logits."""
     is_large = is_summed_by_rows(model.head_rows * model.embedding_dim)
-    return bool(config.train.chunk_tokens) and is_large and not model.head_bias
+    return bool(config.train.chunk_tokens) and is_large and not model.head_bias and not model.adapter.is_used
 
 
 def loss_bytes(config: ResolvedConfig, tokens: int, device_type: str) -> int:

@@ -17,7 +17,7 @@ from launcher.config.resolved import ResolvedConfig
 from launcher.plan.activations import sums_head_by_rows
 from launcher.plan.encoder import num_source_tokens
 from launcher.plan.hardware import Hardware
-from launcher.plan.parameters import blocks_of, build_shapes, num_layer_parameters
+from launcher.plan.parameters import blocks_of, build_shapes, num_layer_gradients
 from launcher.plan.rates import Rate
 from launcher.plan.stages import stage_runs
 from longctx.config import ModelConfig
@@ -40,6 +40,8 @@ class MatmulWeight:
     """True for the FFN's or an expert's down projection; no backward reads its result."""
     of_source: bool = False
     """True if it multiplies source tokens instead of the batch's own: keys and values in cross attention."""
+    is_frozen: bool = False
+    """True if backward computes no gradient for it."""
 
 
 @cache
@@ -48,13 +50,15 @@ def weights_in(layers: nn.Module) -> Counter[MatmulWeight]:
     found: Counter[MatmulWeight] = Counter()
     for name, p in layers.named_parameters():
         is_last = name.endswith("down_proj.weight") or name.endswith(".down_proj")
+        frozen = not p.requires_grad
         if is_expert_weight(f".{name}"):
             if p.ndim == 3:
                 outer, inner = p.shape[1:]
-                found[MatmulWeight(outer, inner, p.shape[0], is_last)] += p.shape[0]
-        elif p.ndim == 2 and name.endswith(".weight") and not name.endswith("relative_bias.weight"):
+                found[MatmulWeight(outer, inner, p.shape[0], is_last, is_frozen=frozen)] += p.shape[0]
+        elif p.ndim == 2 and name.endswith((".weight", "lora_A", "lora_B")) and "relative_bias" not in name:
             of_source = "cross_attn.k_" in name or "cross_attn.v_" in name
-            found[MatmulWeight(p.shape[0], p.shape[1], is_last=is_last, of_source=of_source)] += 1
+            weight = MatmulWeight(*p.shape, is_last=is_last, of_source=of_source, is_frozen=frozen)
+            found[weight] += 1
     return found
 
 
@@ -91,7 +95,7 @@ def matmul_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, h
     model, rows = config.model.config(), tokens * config.head_share
     if model.predicts_tokens:
         # The logits, and two matmuls in backward.
-        head = MatmulWeight(model.head_rows, model.embedding_dim)
+        head = MatmulWeight(model.head_rows, model.embedding_dim, is_frozen=model.adapter.is_used)
         at_once = min(rows, tokens_of_chunk(head.outer, head.inner, hardware.device_type))
         forwards = 1 + sums_head_by_rows(config, model)
         total += (1 + model.mtp_layers) * _seconds(config, hardware, head, rows, at_once, forwards)
@@ -140,8 +144,9 @@ def _seconds(
     def of(rate: Rate) -> float:
         return flops / rate.at(dtype, tokens=at_once, width=width)
 
-    # Backward has two matmuls: gradients for rows and for weights.
-    return forwards * of(hardware.product_flops) + 2 * of(hardware.product_backward_flops)
+    # Backward has two matmuls: gradients for rows, and for weights unless they are frozen.
+    backwards = 2 - weight.is_frozen
+    return forwards * of(hardware.product_flops) + backwards * of(hardware.product_backward_flops)
 
 
 def _again(config: ResolvedConfig, weight: MatmulWeight) -> int:
@@ -255,7 +260,7 @@ def _weight_sum_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware)
     """Return seconds for accumulating weight gradients over chunks: written, read, and added to a float32 sum."""
     if not config.train.chunk_tokens:
         return 0.0
-    chunks, parameters = -(-tokens // config.train.chunk_tokens), num_layer_parameters(config)
+    chunks, parameters = -(-tokens // config.train.chunk_tokens), num_layer_gradients(config)
     uses = config.model.num_layers // len(blocks_of(config))
     moved = uses * chunks * parameters * (2.0 * config.dtype.itemsize + 2 * _FLOAT32)
     # A layer has about seven matrices; the rate depends on bytes per tensor.

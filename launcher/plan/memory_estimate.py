@@ -11,7 +11,7 @@ from launcher.config.resolved import ResolvedConfig
 from launcher.config.zero_section import zero_options
 from launcher.plan.encoder import encoder_run
 from launcher.plan.muon_cost import num_orthogonal
-from launcher.plan.parameters import build_shapes
+from launcher.plan.parameters import build_shapes, num_trained, num_trained_of_all
 from launcher.plan.planned_world import World
 from launcher.plan.stages import stage_runs
 from launcher.wording import format_count
@@ -103,15 +103,20 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
     whole = sum(counts.values())
     # Before ZeRO, a rank holds its own experts and all other weights.
     held = whole - counts["routed_experts"] + counts["routed_experts"] // config.parallel.expert
-    part = -(-whole // world_size)
+    trained, trained_here = whole, held
+    if model.adapter.is_used:
+        # All counted so far are frozen: adapters come on top.
+        trained, trained_here = num_trained_of_all(config), num_trained(config)
+        whole, held = whole + trained, held + trained_here
+    part = -(-trained // world_size)
     width, stage = config.dtype.itemsize, config.zero.stage
-    weights, gradients, masters, building = held * width, held * FLOAT32, part * FLOAT32, 0
+    weights, gradients, masters, building = held * width, trained_here * FLOAT32, part * FLOAT32, 0
     if stage == 0:
-        masters, part = 0, held
+        masters, part = 0, trained_here
     elif stage == 2:
         gradients = part * FLOAT32
     elif stage == 3:
-        weights = part * width
+        weights = -(-whole // world_size) * width
         gradients = part * FLOAT32
         building = weights
     moments = 2 * part * FLOAT32
@@ -228,7 +233,7 @@ def checkpoint_copy_bytes(config: ResolvedConfig, world: World) -> int:
     """
     if not copies_checkpoints(config, 0):
         return 0
-    shapes = {name: p.numel() for name, p in build_shapes(config).named_parameters()}
+    shapes = {name: p.numel() for name, p in build_shapes(config).named_parameters() if p.requires_grad}
     # A rank has its own routed experts, replicated on fewer ranks; all other weights are on all ranks.
     expert = {name: config.parallel.expert if is_expert_weight(name) else 1 for name in shapes}
     if config.zero.stage:

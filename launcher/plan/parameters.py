@@ -10,6 +10,7 @@ from torch import nn
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.planned_world import World
+from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
 from longctx.model.experts.dispatch import TokenDispatcher
@@ -36,23 +37,33 @@ def build_shapes(config: ResolvedConfig) -> Decoder:
 
 
 def num_parameters(config: ResolvedConfig) -> int:
-    """Count a rank's parameters before ZeRO, which equal the gradient values it sends."""
+    """Count a rank's parameters before ZeRO."""
     return _count(build_shapes(config))
 
 
-def num_layer_parameters(config: ResolvedConfig, layer: int | None = None) -> int:
-    """Count parameters in one layer, or in all layers, excluding embedding, last norm and output head."""
+def num_trained(config: ResolvedConfig) -> int:
+    """Count those that are trained: the gradient values that the rank sends."""
+    return _count(build_shapes(config), trained=True)
+
+
+def num_trained_of_all(config: ResolvedConfig) -> int:
+    """Count the full model's trained parameters, each expert once."""
+    return _trained(config.model.config())
+
+
+def num_layer_gradients(config: ResolvedConfig, layer: int | None = None) -> int:
+    """Count gradient values in one layer, or in all layers, excluding embedding, last norm and output head."""
     layers = blocks_of(config)
     if layer is None:
-        return _count(layers)
-    return _count(layers[layer % len(layers)])
+        return _count(layers, trained=True)
+    return _count(layers[layer % len(layers)], trained=True)
 
 
-def num_ffn_parameters(config: ResolvedConfig, layer: int) -> int:
-    """Count parameters in a layer's FFN or experts."""
+def num_ffn_gradients(config: ResolvedConfig, layer: int) -> int:
+    """Count gradient values in a layer's FFN or experts."""
     layers = blocks_of(config)
     block: Any = layers[layer % len(layers)]
-    return _count(block.mlp)
+    return _count(block.mlp, trained=True)
 
 
 def blocks_of(config: ResolvedConfig) -> nn.ModuleList:
@@ -61,13 +72,20 @@ def blocks_of(config: ResolvedConfig) -> nn.ModuleList:
 
 
 @cache
+def _trained(model: ModelConfig) -> int:
+    if not model.adapter.is_used:
+        return sum(count_parameters(model).values())
+    return _count(_decoder(model, 1), trained=True)
+
+
+@cache
 def _blocks(decoder: Decoder) -> nn.ModuleList:
     return nn.ModuleList(decoder.model.layers)
 
 
 @cache
-def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _count(module: nn.Module, *, trained: bool = False) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
 
 @cache

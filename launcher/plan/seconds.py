@@ -20,7 +20,7 @@ from launcher.plan.encoder import encoder_run, source_documents
 from launcher.plan.hardware import Hardware
 from launcher.plan.memory_estimate import Memory
 from launcher.plan.muon_cost import muon_seconds
-from launcher.plan.parameters import num_parameters
+from launcher.plan.parameters import num_parameters, num_trained
 from launcher.plan.planned_world import RankKind, World
 from launcher.plan.rates import Rate
 from launcher.plan.stages import stage_documents, stage_runs
@@ -261,7 +261,7 @@ def _state_seconds(
         zero = _waited(reduce_seconds, compute_seconds, hardware) + gather_seconds
         return zero, _optimizer_seconds(config, memory, hardware) + orthogonal
     # DeepSpeed's full time per parameter has been measured, with this number of ranks.
-    stage, parameters = config.zero.stage + 1, num_parameters(config)
+    stage, parameters = config.zero.stage + 1, num_trained(config)
     accumulate_seconds, reduce_seconds, update_seconds = (
         parameters / rate.at(config.train.dtype, stage=stage) for rate in rates if rate is not None
     )
@@ -273,14 +273,14 @@ def _zero_seconds(config: ResolvedConfig, world: World, micro_batches: int, hard
     if world.ranks == 1:
         return 0.0, 0.0
     share, width = (world.ranks - 1) / world.ranks, config.dtype.itemsize
-    parameters = num_parameters(config) * share
+    parameters, gathered_values = num_trained(config) * share, num_parameters(config) * share
     bandwidth = hardware.node_bandwidth.at(bytes=max(1.0, parameters * _FLOAT32))
     if world.ranks > world.ranks_per_node:
         # All devices in a machine share its traffic to other machines.
         bandwidth = min(bandwidth, world.ranks_per_node * hardware.network_bandwidth.at(bytes=parameters * _FLOAT32))
     stage = config.zero.stage
     if stage == 3:
-        gathered = 2 * micro_batches * parameters * width
+        gathered = 2 * micro_batches * gathered_values * width
         return (micro_batches * parameters * _FLOAT32 + gathered) / bandwidth, 0.0
     # Stage 2 reduces every micro-batch, others once a step; stage 0 gathers its reduced gradients, in float32.
     reductions = 1

@@ -12,7 +12,7 @@ from torch import nn
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.zero_section import zero_options
 from launcher.plan.memory_estimate import FLOAT32, memory_of_rank
-from longctx.architecture.size import count_parameters
+from launcher.plan.parameters import num_trained_of_all
 from longctx.model.experts.experts import is_expert_weight
 from parallel.mesh import Mesh
 from parallel.zero.zero_options import overlaps
@@ -133,12 +133,13 @@ def partition_bytes(config: ResolvedConfig, module: nn.Module, mesh: Mesh, devic
     gathered = 0
     if config.zero.stage == 3:
         gathered = _gathered(config, parameters, experts, mesh)
+    trained = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
     return PartitionBytes(
         weights=weights - memory.weights_offloaded,
         gradients=memory.gradients - memory.gradients_offloaded,
         optimizer=memory.optimizer - memory.optimizer_offloaded,
         gathered=gathered,
-        reduction=reduction_bytes(config, parameters, experts, world_size=mesh.world_size, device=device),
+        reduction=reduction_bytes(config, trained, experts, world_size=mesh.world_size, device=device),
     )
 
 
@@ -189,7 +190,7 @@ def reduction_bytes(
     means = 0
     if config.dtype == torch.float32 and (stage == 1 or config.accumulation(world_size) > 1):
         # This rank's partition of the mean is held in addition to the sum over micro-batches.
-        means = -(-sum(count_parameters(config.model.config()).values()) // world_size) * FLOAT32
+        means = -(-num_trained_of_all(config) // world_size) * FLOAT32
     overlap = overlaps(stage, device, zero_options(config.zero).overlap_comm)
     if stage == 1 and not overlap:
         return Reduction(after_backward=means)

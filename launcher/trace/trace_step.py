@@ -88,7 +88,8 @@ def _build(config: ResolvedConfig, mesh: Mesh, recorder: Recorder) -> Task:
     _convert(module, config.dtype)
     # Allocated before the step: DeepSpeed's own gradient memory is arithmetic.
     for p in module.parameters():
-        p.grad = torch.zeros_like(p)
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p)
     return module
 
 
@@ -202,5 +203,6 @@ def _partition(module: Task, config: ResolvedConfig, mesh: Mesh) -> list[int]:
     # Weight decay separates matrices from the rest, so the optimizer has two flat masters.
     sizes: dict[bool, int] = {True: 0, False: 0}
     for p in module.parameters():
-        sizes[p.ndim >= 2] += p.numel()
+        if p.requires_grad:
+            sizes[p.ndim >= 2] += p.numel()
     return [-(-size // ranks) for size in sizes.values() if size]

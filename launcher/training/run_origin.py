@@ -22,11 +22,11 @@ from launcher.config.model_section import find_start, is_hf_model_folder, starte
 from launcher.metrics.record import METRICS_FILE
 from launcher.run_folder import IMPORTED
 from longctx.architecture.size import count_parameters
-from longctx.checkpoint_format import MANIFEST, CheckpointReader, list_checkpoints, model_config
+from longctx.checkpoint_format import MANIFEST, CheckpointReader, base_entry, list_checkpoints, model_config
 from longctx.config import ModelConfig
 from longctx.conversion.checkpoint_checks import check_checkpoint_tensors
 from longctx.conversion.passthrough import passthrough_files
-from longctx.errors import CheckpointError
+from longctx.errors import CheckpointError, ConfigError
 from longctx.tokenizer.chat_templates import find_template_files
 from parallel.comm.world import broadcast_object, on_every_rank, on_rank_0
 from parallel.runtime.launched import environment_rank
@@ -124,6 +124,12 @@ def _resumed(folder: Path, model: ModelConfig) -> RunOrigin:
 def _started(start_from: str, model: ModelConfig) -> RunOrigin:
     """Return the checkpoint or Hugging Face folder to start with; a new run if there is none."""
     if start_from == "no":
+        if model.adapter.is_used:
+            raise ConfigError(
+                f"model.adapter.rank={model.adapter.rank} trains adapters on a model's frozen weights, and there are "
+                "none: run.start_from=no.\nTry --run.start_from with a checkpoint or a downloaded Hugging Face model, "
+                "or --model.adapter.rank 0."
+            )
         return RunOrigin(kind="new")
     folder, mtp = find_start(start_from), model.mtp_layers > 0
     if is_hf_model_folder(folder):
@@ -148,6 +154,16 @@ def find_extra_files(origin: RunOrigin) -> StaticFiles | None:
     if not found:
         return None
     return StaticFiles(origin=origin.folder, files=found)
+
+
+def find_base_entry(origin: RunOrigin, model: ModelConfig, run_folder: Path) -> dict[str, str] | None:
+    """Return the manifest entry for the checkpoint with a run's frozen weights; None if it trains all weights."""
+    if not model.adapter.is_used:
+        return None
+    assert origin.folder is not None, "resolve_model asks for a base"
+    reader = CheckpointReader(origin.folder)
+    # Another run's adapters go on from the same base.
+    return base_entry(reader.base or reader, run_folder)
 
 
 def hf_type(origin: RunOrigin) -> str | None:

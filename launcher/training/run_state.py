@@ -20,7 +20,7 @@ from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.expert_load import expert_layers
 from launcher.training.history import History
 from launcher.training.routing_files import RoutingFiles
-from launcher.training.run_origin import RunOrigin
+from launcher.training.run_origin import RunOrigin, find_base_entry
 from launcher.training.start import Expected
 from launcher.training.step_prefetch import StepData, StepPrefetcher
 from launcher.training.task_builder import share_of
@@ -117,7 +117,10 @@ class TrainingRun:
         """The run's checkpoint writer."""
         step, local_ranks = self.progress.step, self.mesh.ranks_per_node
         file_args = self.tokenizer_files, self.extra_files
-        return run_saver(self.config, self.engine, self.model, *file_args, step=step, local_ranks=local_ranks)
+        base = find_base_entry(self.origin, self.model, self.folder)
+        return run_saver(
+            self.config, self.engine, self.model, *file_args, step=step, local_ranks=local_ranks, base=base
+        )
 
     @property
     def expert_layers(self) -> list[int]:

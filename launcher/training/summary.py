@@ -12,6 +12,7 @@ from data_pipeline.rows.epoch_blocks import PackReport
 from launcher.config.model_section import describe_change, model_changes
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.memory_estimate import Memory, gib, memory_by_stage
+from launcher.plan.parameters import num_trained_of_all
 from launcher.training.learning_rate_schedule import learning_rate
 from launcher.training.run_origin import RunOrigin
 from launcher.wording import format_count, short_duration
@@ -101,7 +102,11 @@ def _model(start: Start) -> str:
     if model.num_experts:
         line += f", {_short(sum(count_parameters(model, active=True).values()))} active per token"
     line += f"; {format_count(model.num_layers, 'layer')} of width {model.hidden_size:,}"
-    return f"{line}{_experts(start)}."
+    line += f"{_experts(start)}."
+    if model.adapter.is_used:
+        trained = num_trained_of_all(start.config)
+        line += f" Trained: {_short(trained)} in adapters of rank {model.adapter.rank}; all others are frozen."
+    return line
 
 
 def _experts(start: Start) -> str:

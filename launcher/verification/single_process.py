@@ -44,7 +44,11 @@ class SingleProcess:
         ).to(device)
         self.device, self.masters = device, {}
         for name, p in self.lm.network.named_parameters():
-            self.masters[name] = p.detach().to(config.dtype).float().requires_grad_()
+            if p.requires_grad:
+                self.masters[name] = p.detach().to(config.dtype).float().requires_grad_()
+            else:
+                # Frozen: rounded once, like the run's.
+                p.data = p.data.to(config.dtype)
         self.lm.to(dtype)
         self.optimizer = _optimizer(config, self.lm, self.masters)
 
@@ -59,9 +63,10 @@ class SingleProcess:
         model, load_LE = self.model, None
         for step, run_state in enumerate(run):
             with torch.no_grad():
-                for name, p in self.lm.network.named_parameters():
+                weights = dict(self.lm.network.named_parameters())
+                for name, master in self.masters.items():
                     # Rounded like the run's weights, whatever dtype is used here.
-                    p.copy_(self.masters[name].to(self.config.dtype))
+                    weights[name].copy_(master.to(self.config.dtype))
             streams = [micro_batch(self.config, step, rows).to(self.device) for rows in self._rows]
             batches = [self.lm.prepare(stream) for stream in streams]
             seq_len = self.config.data.seq_len

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from longctx.architecture.adapter import AdapterShape
 from longctx.architecture.image import ImageShape
 from longctx.architecture.rope import Rope
 
@@ -68,6 +69,14 @@ class ImageFields:
 
     image: ImageShape = field(default_factory=ImageShape)
     """Images that the model reads, and how they become tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFields:
+    """Adapters that are trained instead of the model's own weights."""
+
+    adapter: AdapterShape = field(default_factory=AdapterShape)
+    """Low-rank adapters (LoRA) in the model's blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +331,7 @@ class ModelFields(
     DeltaFields,
     AttentionFields,
     ImageFields,
+    AdapterFields,
     SizeFields,
 ):
     """All decoder fields, and values derived from several of them. No validation happens here.

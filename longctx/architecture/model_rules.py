@@ -132,6 +132,7 @@ def check_model(config: ModelFields) -> None:
         if getattr(config, name) not in choices:
             raise ConfigError(f"model.{name}={shown(getattr(config, name))} is unknown. Try one of {list(choices)}.")
     check_image(config)
+    config.adapter.check_width(config.hidden_size)
     _check_heads(config)
     _check_layers(config)
     _check_mixers(config)

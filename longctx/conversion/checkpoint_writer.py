@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.checkpoint_format import FORMAT, MANIFEST, ROLES, VERSION, CheckpointReader, canonical_hash
+from longctx.architecture.adapter import is_adapter
+from longctx.checkpoint_format import (
+    FORMAT,
+    MANIFEST,
+    ROLES,
+    VERSION,
+    CheckpointReader,
+    base_entry,
+    canonical_hash,
+)
 from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name
 from longctx.conversion.hf import Progress
@@ -35,15 +44,19 @@ def save_master_weights(
     passthrough: PassthroughPart | None = None,
     shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
+    base: CheckpointReader | None = None,
 ) -> Path:
     """Write a decoder's tensors as a step-0 checkpoint and return its folder, which appears complete or not at all.
 
     ``tensors`` come in any order, each exactly once; memory holds one. ``dtype`` is the checkpoint's default export
     dtype, ``training`` the manifest entry with that name, written after the last tensor. ``auxiliary_files`` maps new
     names to files to copy, including the tokenizer, or to their content. ``passthrough`` come from the same model as
-    the decoder. Every tensor is read back. Raise CheckpointError if the tensors do not match the config.
+    the decoder. With a ``base`` the tensors are adapters on it. Every tensor is read back. Raise CheckpointError if the
+    tensors do not match the config.
     """
     shapes = parameter_shapes(config)
+    if base is not None:
+        shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}
     # Renamed into place at the end, so that readers never see a partial checkpoint.
     with staged_folder(output, error=CheckpointError) as staging:
         writer = SafetensorsShardWriter(staging, ROLES[0], shard_bytes)
@@ -71,9 +84,14 @@ def save_master_weights(
             "files": {path.name: _file_entry(path) for path in files},
             "training": training,
         }
+        if base is not None:
+            manifest["base"] = base_entry(base, output.absolute().parent.parent)
         write_json(staging / MANIFEST, manifest | {"hash": canonical_hash(manifest)})
         # Opening it checks that one file holds every value of every tensor.
-        CheckpointReader(staging).close()
+        if base is None:
+            CheckpointReader(staging).close()
+    # A base may be named relative to the final folder.
+    CheckpointReader(output).close()
     return output
 
 

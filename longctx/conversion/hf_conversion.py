@@ -29,6 +29,7 @@ from longctx.conversion.casts import dtype_name, export_dtypes, lossy_casts, own
 from longctx.conversion.checkpoint_checks import check_checkpoint_tensors, check_folders, open_verified_checkpoint
 from longctx.conversion.checkpoint_writer import save_master_weights
 from longctx.conversion.hf import HfReader, save_hf
+from longctx.conversion.merged_adapters import open_merged
 from longctx.conversion.passthrough import PROCESSORS, PassthroughPart, passthrough_from_checkpoint
 from longctx.conversion.tensor_mismatches import format_names
 from longctx.conversion.tokenizer_export import config_ids, log_tokenizer_warnings, replaced_ids
@@ -97,7 +98,7 @@ def export_checkpoint(
     """
     check_verify_mode(verify)
     check_folders(checkpoint, output)
-    reader = open_verified_checkpoint(checkpoint)
+    reader = open_merged(open_verified_checkpoint(checkpoint))
     training = reader.manifest["training"]
     config, origin, passthrough = (
         model_config(reader),

@@ -31,6 +31,7 @@ from longctx.conversion.auxiliary_files import auxiliary_names
 from longctx.conversion.checkpoint_checks import check_hashes
 from longctx.conversion.checkpoint_writer import save_master_weights
 from longctx.conversion.hf import Progress
+from longctx.conversion.merged_adapters import open_merged
 from longctx.errors import CheckpointError, ConfigError
 from longctx.model.layers.initialize import initial_value
 
@@ -170,7 +171,7 @@ def upcycle_checkpoint(
     It holds float32 master weights without optimizer moments; the tokenizer is copied. The source checkpoint's hashes
     are checked first.
     """
-    reader = CheckpointReader(find_checkpoint(checkpoint))
+    reader = open_merged(CheckpointReader(find_checkpoint(checkpoint)))
     dense = model_config(reader)
     config = upcycle_config(dense, upcycling)
     check_hashes(reader)

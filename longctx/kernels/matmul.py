@@ -48,6 +48,28 @@ def linear_graph(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, 
     return _Linear.apply(x_NI, weight_OI, bias_O, matmul_mode, False)
 
 
+def add_product(
+    out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, *, matmul_mode: MatmulMode, only_graph: bool = False
+) -> Tensor:
+    """Return out + x · weightᵀ in out's memory, which no backward may read; with ``only_graph`` as NaN."""
+    # In a graph the compiler decides on memory.
+    if torch.compiler.is_compiling():
+        if only_graph:
+            return out_NO + linear_graph(x_NI, weight_OI, matmul_mode=matmul_mode)
+        return out_NO + linear(x_NI, weight_OI, matmul_mode=matmul_mode)
+    if torch.is_grad_enabled():
+        return _AddProduct.apply(out_NO, x_NI, weight_OI, matmul_mode, only_graph)
+    return add_product_(out_NO, x_NI, weight_OI, matmul_mode)
+
+
+def add_product_(out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, matmul_mode: MatmulMode) -> Tensor:
+    """Add x · weightᵀ to out, without a gradient."""
+    if multiplies_in_float32(x_NI, matmul_mode) or not out_NO.is_contiguous():
+        return out_NO.add_(multiply(x_NI, weight_OI, matmul_mode=matmul_mode))
+    out_NO.view(-1, out_NO.shape[-1]).addmm_(x_NI.reshape(-1, x_NI.shape[-1]), weight_OI.T)
+    return out_NO
+
+
 def no_values(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """Return NaN in the shape of x · weightᵀ, without allocating it, so that any use is noticed."""
     return nan_of_shape(x_NI, x_NI.shape[:-1] + weight_OI.shape[:1])
@@ -195,6 +217,31 @@ class _Linear(torch.autograd.Function):
         if needs_bias:
             dbias = sum_rows(dy)
         return dx, dweight, dbias, None, None
+
+
+class _AddProduct(torch.autograd.Function):
+    """Autograd function for ``add_product``: the sum's gradient is the output's, without a copy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, matmul_mode: MatmulMode, only_graph: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x_NI, weight_OI)
+        ctx.products = matmul_mode
+        if only_graph:
+            return no_values(x_NI, weight_OI)
+        ctx.mark_dirty(out_NO)
+        return add_product_(out_NO, x_NI, weight_OI, matmul_mode)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
+        needs_out, needs_x, needs_weight = ctx.needs_input_grad[:3]
+        x, weight = ctx.saved_tensors
+        dx, dweight = multiply_backward(
+            dy, x, weight, needs_x=needs_x, needs_weight=needs_weight, matmul_mode=ctx.products
+        )
+        return dy if needs_out else None, dx, dweight, None, None
 
 
 def row_tiles(rows: int, size: int) -> Iterator[slice]:

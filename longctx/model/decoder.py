@@ -23,6 +23,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.graphs import exclude_from_graphs
 from longctx.kernels.regions import RegionRunner, call_function, run_with
 from longctx.model.activation_offload import HostStore
+from longctx.model.adapters import add_adapters
 from longctx.model.async_copies import AsyncCopies
 from longctx.model.attention.core import AttentionCore, PassCore
 from longctx.model.attention.kv_cache import KVCache, TokenChunk
@@ -90,6 +91,8 @@ class Decoder(nn.Module):
             self.lm_head = LMHead(config, execution.matmul_mode, self.run_region)
         self.pair_head: Any = build_pair_head(config)
         self.class_head: Any = build_class_head(config)
+        if config.adapter.is_used:
+            add_adapters(self, config.adapter)
         set_matmul_mode(self, execution.matmul_mode)
         if seed is not None:
             self.initialize(seed)

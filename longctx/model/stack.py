@@ -21,6 +21,7 @@ from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.kernel_interface import RelativeBias, ScoreRules
+from longctx.model.adapters import with_gradient
 from longctx.model.block import Block, LayerCall
 from longctx.model.chunks.chunked_layer import chunked_layer
 from longctx.model.chunks.residual_stream import ResidualStream
@@ -133,6 +134,8 @@ class Stack(nn.Module):
         ``given.read`` the last layer computes only these tokens' outputs, and the result is [1, F, M].
         """
         x_BtM = self._enter(given, positions_Bt, dropout, stream, embed_tokens)
+        if self.config.adapter.is_used:
+            x_BtM = with_gradient(x_BtM)
         last = self.config.num_layers - 1
         for layer in range(last):
             x_BtM = self.run_layer(layer, x_BtM, calls)

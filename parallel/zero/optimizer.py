@@ -37,16 +37,18 @@ class OptimizerOptions:
 def optimizer_groups(model: Task, weight_decay: float, orthogonal: Collection[str] = ()) -> list[dict[str, Any]]:
     """Build parameter groups: matrices decay, norms and biases do not; sharded experts are separate.
 
-    ``orthogonal`` parameters form separate groups, too: those with ``matrices``, for Muon.
+    ``orthogonal`` parameters form separate groups, too: those with ``matrices``, for Muon. Frozen parameters are in
+    none.
     """
     groups = []
+    trained = [p for p in model.parameters() if p.requires_grad]
     muons = {id(p) for name, p in model.network.named_parameters() if name in orthogonal}
     # DeepSpeed reduces each group in one process group: marked experts over the ranks that hold the same ones.
-    for name in dict.fromkeys(getattr(p, "group_name", None) for p in model.parameters()):
+    for name in dict.fromkeys(getattr(p, "group_name", None) for p in trained):
         of_experts = {}
         if name is not None:
             of_experts = {"moe": True, "name": name}
-        parameters = [p for p in model.parameters() if getattr(p, "group_name", None) == name]
+        parameters = [p for p in trained if getattr(p, "group_name", None) == name]
         rest = [p for p in parameters if id(p) not in muons]
         matrices, vectors = ([p for p in rest if (p.ndim >= 2) == wanted] for wanted in (True, False))
         kinds = [(matrices, weight_decay, False), (vectors, 0.0, False)]

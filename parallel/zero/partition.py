@@ -150,8 +150,12 @@ class Partition(ABC):
         """Return the parameter's range for which this rank holds masters and moments."""
 
     def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
-        """Return all parameters by name, each in one group; a group's parameters are in memory together."""
-        return [list(self._model.network.named_parameters())]
+        """Return all trained parameters by name, each in one group; a group's parameters are in memory together."""
+        return [[(name, p) for name, p in self._model.network.named_parameters() if p.requires_grad]]
+
+    def frozen(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the frozen parameters by name: only the weights that forward reads, without masters and moments."""
+        return [(name, p) for name, p in self._model.network.named_parameters() if not p.requires_grad]
 
     @contextmanager
     def in_memory(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
@@ -223,6 +227,14 @@ class Partition(ABC):
     def working_part(self, name: str, p: nn.Parameter) -> Tensor:
         """Return this rank's part of the weight that forward reads."""
         return p.detach()
+
+    def working_start(self, p: nn.Parameter) -> int:
+        """Return where that part starts in the parameter as this rank held it before ZeRO."""
+        return 0
+
+    def working_replicas(self, name: str) -> ProcessGroup | None:
+        """Return the ranks that all hold this rank's ``working_part``; None if no other rank does."""
+        return self._tensors.replicas(name)
 
     @abstractmethod
     def refresh_weights(self) -> None:

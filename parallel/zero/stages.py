@@ -69,8 +69,9 @@ class ReplicatedPartition(Partition):
         return Extent(0, p.numel())
 
     def flat_buffers(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
-        for name, p in self._model.network.named_parameters():
-            yield p, [(name, p)]
+        for group in self.groups():
+            for name, p in group:
+                yield p, [(name, p)]
 
     def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
         values = {MASTER: p.data.view(-1)}
@@ -89,6 +90,8 @@ class ReplicatedPartition(Partition):
         if self._tensors.replicas(name) is None:
             return {}
         found = {MASTER: p.detach()}
+        if not p.requires_grad:
+            return found
         # Moments exist only after the first step.
         found.update((moment, self.inner.state[p][moment]) for moment in MOMENTS if moment in self.inner.state[p])
         return found
@@ -289,6 +292,12 @@ class ShardedPartition(Partition):
         if self._swapper is not None and part.final_location == "nvme":
             part = self._swapper.part(p)
         return part[: self._num_own(name, p, part.numel())]
+
+    def working_start(self, p: nn.Parameter) -> int:
+        return p.ds_zero_partition_rank * p.ds_tensor.numel()  # type: ignore[attr-defined]
+
+    def working_replicas(self, name: str) -> ProcessGroup | None:
+        return None
 
     def refresh_weights(self) -> None:
         # Invalidate secondary copies within the node; they are gathered again on demand.

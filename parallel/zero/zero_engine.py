@@ -95,8 +95,8 @@ class ZeroEngine:
 
     @property
     def roles(self) -> dict[str, tuple[str, ...]]:
-        """State roles (master weight, moments) stored for every parameter and buffer in the full model, by name."""
-        kept = {name: self.partition.roles(name) for name in self.tensors.parameters}
+        """State roles (master weight, moments) stored for every trained parameter, and every buffer, by name."""
+        kept = {name: self.partition.roles(name) for group in self.partition.groups() for name, _ in group}
         return kept | dict.fromkeys(self.tensors.buffers, ROLES[:1])
 
     @property

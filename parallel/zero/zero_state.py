@@ -105,12 +105,17 @@ def write_state(
     """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimizer steps. Collective.
 
     Over all ranks every value is read once: each rank reads its ranges of masters and moments, and the weights that
-    forward reads are computed from the masters. Without ``moments`` the optimizer is reset.
+    forward reads are computed from the masters. Frozen weights are read as they are. Without ``moments`` the optimizer
+    is reset.
     """
     steps_taken = step if moments else 0
     # Buffers are full on every rank.
     for name, buffer in decoder.named_buffers():
         fill(buffer.view(-1), _reader(read, name, MASTER, 0), shared_by=world_group())
+    for name, p in partition.frozen():
+        first = tensors.first_value(name) + partition.working_start(p)
+        own = partition.working_part(name, p).data.view(-1)
+        fill(own, _reader(read, name, MASTER, first), shared_by=partition.working_replicas(name))
     for number, group in enumerate(partition.groups()):
         with partition.in_memory(number, moments=moments, writes=True):
             for name, p in group:

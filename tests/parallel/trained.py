@@ -45,8 +45,13 @@ def adamw(task: Task) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
 
 
-def train_alone(task: Task, rows: StepRows, optimizer: torch.optim.Optimizer | None = None) -> Trained:
-    """One process, in float64: in float32 its own norms would be off by as much as is allowed to ranks."""
+def train_alone(
+    task: Task, rows: StepRows, optimizer: torch.optim.Optimizer | None = None, *, clip_norm: float = CLIP
+) -> Trained:
+    """One process, in float64: in float32 its own norms would be off by as much as is allowed to ranks.
+
+    Every norm must be above ``clip_norm``.
+    """
     task = task.double()
     optimizer, trained = optimizer or adamw(task), Trained([], [])
     for number in range(STEPS):
@@ -58,10 +63,10 @@ def train_alone(task: Task, rows: StepRows, optimizer: torch.optim.Optimizer | N
             loss = task.loss(task.loss_sum(task(batch)), counts)
             loss.backward()
             total += float(loss.detach())
-        trained.norms.append(float(torch.nn.utils.clip_grad_norm_(task.parameters(), CLIP)))
+        trained.norms.append(float(torch.nn.utils.clip_grad_norm_(task.parameters(), clip_norm)))
         optimizer.step()
         trained.losses.append(total)
-    assert min(trained.norms) > CLIP, "clipping must be active"
+    assert min(trained.norms) > clip_norm, "clipping must be active"
     return trained
 
 

@@ -133,10 +133,11 @@ class StepAudit(StepHook):
 
     def _masters(self) -> Iterable[tuple[str, Tensor]]:
         partition = self._run.engine.partition
-        for name, p in self._run.engine.model.network.named_parameters():
-            part = partition.part(name, p, (MASTER,)).get(MASTER)
-            if part is not None:
-                yield name, part
+        for group in partition.groups():
+            for name, p in group:
+                part = partition.part(name, p, (MASTER,)).get(MASTER)
+                if part is not None:
+                    yield name, part
 
 
 def message(step: int, results: Sequence[Mismatch], *, update: bool, checkpoint: Path | None) -> str:

@@ -109,13 +109,10 @@ class _BranchOff(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dhandle: Tensor, _: Tensor):  # type: ignore[override]
-        weights = list(ctx.saved_tensors)
-        trained = [weight for weight in weights if weight.requires_grad]
-        chunk_backward = ChunkBackward(trained)
+        chunk_backward = ChunkBackward(ctx.saved_tensors)
         dside_input_BtM = ctx.branch.backward(chunk_backward)
-        gradients = dict(zip(map(id, trained), chunk_backward.sums.results(), strict=True))
         found = [dhandle, dside_input_BtM, None]
-        found.extend(gradients.get(id(weight)) for weight in weights)
+        found.extend(chunk_backward.results())
         return tuple(found)
 
 

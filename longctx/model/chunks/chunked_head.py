@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.kernels.cross_entropy import as_scalars, scaled
 from longctx.model.chunks.chunk_store import Stored, in_turn
-from longctx.model.chunks.layer_parts import WeightSums
+from longctx.model.chunks.layer_parts import ChunkBackward
 from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.chunks.token_table import gradient_by_rows, is_summed_by_rows
 from longctx.model.head import HeadCalls
@@ -50,7 +50,7 @@ class ChunkedHead:
         self.norm_weights: list[Tensor] = []
         if norm is not None:
             self.norm_weights = list(norm.parameters())
-        self.norm_sums = WeightSums(self.norm_weights)
+        self.norm_backward = ChunkBackward(self.norm_weights)
         self.dweight_VM: Tensor | None = None
         self.dbias_V: Tensor | None = None
         self.hidden: Stored | None = None
@@ -125,11 +125,8 @@ class ChunkedHead:
     def _through_norm(self, x_BcM: Tensor, hidden_BcM: Tensor, dhidden_BcM: Tensor) -> Tensor:
         if self.norm is None:
             return dhidden_BcM
-        inputs = [x_BcM]
-        inputs.extend(self.norm_weights)
-        found = torch.autograd.grad(hidden_BcM, inputs, dhidden_BcM)
-        self.norm_sums.add(found[1:])
-        return found[0]
+        (dx_BcM,) = self.norm_backward([hidden_BcM], [x_BcM], [dhidden_BcM])
+        return dx_BcM
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -142,7 +139,7 @@ class _HeadLoss(torch.autograd.Function):
         sums = as_scalars(head.forward(weight_VM, bias_V), handle.dtype)
         ctx.head, ctx.weight_dtype = head, weight_VM.dtype
         by_rows = None if head.hidden is None else weight_VM
-        ctx.save_for_backward(by_rows, head.dweight_VM, head.dbias_V, *head.norm_sums.results())
+        ctx.save_for_backward(by_rows, head.dweight_VM, head.dbias_V, *head.norm_backward.results())
         # Only the graph holds it, and releases it before the layers' backward: it may be the largest tensor of all.
         head.dweight_VM = None
         ctx.mark_non_differentiable(sums[1])
@@ -159,5 +156,5 @@ class _HeadLoss(torch.autograd.Function):
             dweight_VM = scaled(dweight_VM, dobjective, ctx.weight_dtype)
         if dbias_V is not None:
             dbias_V = (dbias_V * dobjective).to(ctx.weight_dtype)
-        of_norm = [(gradient * dobjective).to(gradient.dtype) for gradient in dnorm]
+        of_norm = [None if gradient is None else (gradient * dobjective).to(gradient.dtype) for gradient in dnorm]
         return dobjective.new_empty(0, dtype=ctx.weight_dtype), None, dweight_VM, dbias_V, *of_norm

@@ -74,13 +74,11 @@ class _Layer(torch.autograd.Function):
         for number in range(2):
             if inputs[number] is not None:
                 inputs[number] = inputs[number].detach().requires_grad_()
-        trained = [x for x in inputs if x is not None and x.requires_grad]
-        chunk_backward = ChunkBackward(trained)
+        chunk_backward = ChunkBackward(inputs)
         scores = _with_table(ctx.layer.parts.call.scores, inputs[0])
         after_core = [inputs[2 + number] for number in ctx.layer.parts.weights_after_core]
         ctx.layer.backward(dstats, chunk_backward, scores, inputs[1], after_core)
-        gradients = dict(zip(map(id, trained), chunk_backward.sums.results(), strict=True))
-        return dhandle, None, *(gradients.get(id(x)) for x in inputs)
+        return dhandle, None, *chunk_backward.results()
 
 
 def _with_table(scores: ScoreRules, table_NH: Tensor | None) -> ScoreRules:
@@ -156,7 +154,7 @@ class ChunkedLayer:
         if self.cross is not None and crossed is not None and source_BsM is not None:
             self.cross.backward(x, attended, crossed, source_BsM, dx, douts, chunk_backward)
         # Projections follow the FFN's backward, so that their memory does not add up; only its gradients are left.
-        chunk_backward.sums.finish(after_core)
+        chunk_backward.finish(after_core)
         projected = projected or self._project(x)
         run_core = partial(self._run_core, scores=scores)
         dprojected = backward_by_groups(self.store, projected, attended, douts[0], chunk_backward, run_core)

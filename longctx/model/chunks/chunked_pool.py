@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.model.chunks.chunk_store import in_turn
-from longctx.model.chunks.layer_parts import WeightSums
+from longctx.model.chunks.layer_parts import ChunkBackward, leaves
 from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.token_pool import TokenPool
 
@@ -49,18 +49,14 @@ class _ChunkedSums(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_SM: Tensor):  # type: ignore[override]
-        x, weight_sums = ctx.x, WeightSums(ctx.weights)
+        x, chunk_backward = ctx.x, ChunkBackward(ctx.weights)
         for tokens, (x_BcM,) in in_turn(ctx.stream.chunks, [x]):
             dnormed_BcM = ctx.pool.gradient_of_chunk(dout_SM, tokens, x_BcM.dtype)
-            if ctx.norm is None:
-                x.write(tokens, dnormed_BcM)
-                continue
-            with torch.enable_grad():
-                x_BcM = x_BcM.detach().requires_grad_()
-                hidden_BcM = ctx.norm(x_BcM)
-            found = torch.autograd.grad(hidden_BcM, [x_BcM, *ctx.weights], dnormed_BcM)
-            weight_sums.add(found[1:])
-            x.write(tokens, found[0])
+            if ctx.norm is not None:
+                with torch.enable_grad():
+                    inputs = leaves([x_BcM])
+                    (dnormed_BcM,) = chunk_backward([ctx.norm(inputs[0])], inputs, [dnormed_BcM])
+            x.write(tokens, dnormed_BcM)
         # The gradient has replaced the values.
         ctx.stream.gradient, ctx.x = x, None
-        return dout_SM.new_empty(0, dtype=ctx.dtype), None, None, None, *weight_sums.results()
+        return dout_SM.new_empty(0, dtype=ctx.dtype), None, None, None, *chunk_backward.results()

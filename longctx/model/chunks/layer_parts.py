@@ -136,8 +136,11 @@ class WeightSums:
 class ChunkBackward:
     """Callable that differentiates a layer's parts, and sums the weight gradients over all calls."""
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self._weights, self.sums = list(weights), WeightSums(weights)
+    def __init__(self, weights: Sequence[Tensor | None]) -> None:
+        """Start sums for ``weights``; frozen ones, and None, get no gradient."""
+        trained = {n: weight for n, weight in enumerate(weights) if weight is not None and weight.requires_grad}
+        self._trained, self._weights = list(trained), list(trained.values())
+        self._number, self._sums = len(weights), WeightSums(self._weights)
 
     def __call__(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -150,8 +153,19 @@ class ChunkBackward:
                 differentiable.append(output)
                 known.append(gradient)
         found = torch.autograd.grad(differentiable, list(inputs) + self._weights, known, allow_unused=True)
-        self.sums.add(found[len(inputs) :])
+        self._sums.add(found[len(inputs) :])
         return found[: len(inputs)]
+
+    def finish(self, weights: Sequence[Tensor]) -> None:
+        """Round the sums for weights that get no further gradients."""
+        self._sums.finish(weights)
+
+    def results(self) -> list[Tensor | None]:
+        """Return the weights' gradients in their order."""
+        found: list[Tensor | None] = [None] * self._number
+        for n, gradient in zip(self._trained, self._sums.results(), strict=True):
+            found[n] = gradient
+        return found
 
 
 def leaves(values: Sequence[Tensor]) -> list[Tensor]:

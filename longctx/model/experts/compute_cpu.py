@@ -15,8 +15,9 @@ from torch import Tensor
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.grouped import grouped_rows
 from longctx.kernels.matmul import is_vector_product
+from longctx.kernels.processor import MatmulMode
 from longctx.model.experts.expert_blocks import ExpertBlocks, SavedChunks
-from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, Needs, saved_widths
+from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, Needs, Update, saved_widths
 from longctx.model.experts.gradient_sum import WeightGradients
 from longctx.model.layers.mlp import gated, gated_backward
 
@@ -51,7 +52,7 @@ def forward_blocks(tokens: DispatchedTokens, weights: ExpertWeights, call: Exper
         inner_nF = blocks.buffer("inner", block, F)
         _gated_activation(call.activation, gate_up_nF, gates_n1, into=inner_nF)
         y_nM = blocks.buffer("y", block, M)
-        torch.mm(inner_nF, blocks.weight("down", weights.down_eMF, expert).T, out=y_nM)
+        blocks.project("down", inner_nF, weights.down_eMF, weights.down_update, expert, out=y_nM)
         if weights.down_bias_eM is not None:
             y_nM += gates_n1 * weights.down_bias_eM[expert]
         blocks.add_to_tokens(out_SM, y_nM, block)
@@ -90,7 +91,7 @@ def backward_blocks(
         # Through the second matmul and the activation.
         dy_nM = blocks.gather("dy", dout_SM, block)
         dinner_nF = blocks.buffer("dinner", block, F)
-        torch.mm(dy_nM, blocks.weight("down", weights.down_eMF, expert), out=dinner_nF)
+        blocks.project_backward("down", dy_nM, weights.down_eMF, weights.down_update, expert, out=dinner_nF)
         inner_nF, dgate_up_nF = blocks.buffer("inner", block, F), blocks.buffer("dgate and dup", block, 2 * F)
         dgates_n = _gated_activation_backward(
             call.activation, dinner_nF, gate_up_nF, gates_n1, inner=inner_nF, into=dgate_up_nF
@@ -102,17 +103,26 @@ def backward_blocks(
         # Weight gradients, while their inputs are in the cache.
         if gradients.down is not None:
             gradients.down.add_outer(expert, dy_nM, inner_nF)
+        of_update = gradients.down_a, gradients.down_b
+        blocks.add_update_gradients("down", of_update, dy_nM, inner_nF, weights.down_update, expert)
         if gradients.down_bias is not None:
             gradients.down_bias.add_bias(expert, dy_nM * gates_n1)
         if gradients.gate_up_bias is not None:
             gradients.gate_up_bias.add_bias(expert, dgate_up_nF)
-        if gradients.gate_up is not None:
-            gradients.gate_up.add_outer(expert, dgate_up_nF, _saved_x(blocks, x_SM, block, of_block))
+        if needs.reads_x:
+            x_nM = _saved_x(blocks, x_SM, block, of_block)
+            if gradients.gate_up is not None:
+                gradients.gate_up.add_outer(expert, dgate_up_nF, x_nM)
+            of_update = gradients.gate_up_a, gradients.gate_up_b
+            blocks.add_update_gradients("gate_up", of_update, dgate_up_nF, x_nM, weights.gate_up_update, expert)
+            # It may be a view of saved values, which the next block frees.
+            del x_nM
 
         # Through the first matmul.
         if dx_SM is not None:
             dx_nM = blocks.buffer("dx", block, M)
-            torch.mm(dgate_up_nF, blocks.weight("gate_up", weights.gate_up_eFM, expert), out=dx_nM)
+            update = weights.gate_up_update
+            blocks.project_backward("gate_up", dgate_up_nF, weights.gate_up_eFM, update, expert, out=dx_nM)
             blocks.add_to_tokens(dx_SM, dx_nM, block)
     # From expert order to token order; exactly 0 if a gate has no local expert.
     dgates_Sk = torch.zeros_like(tokens.gates_Sk, memory_format=torch.contiguous_format)
@@ -135,6 +145,7 @@ def _forward_token(tokens: DispatchedTokens, weights: ExpertWeights, call: Exper
     gate_up_RF = x_M.new_empty(len(chosen), weights.gate_up_eFM.shape[1])
     for row, expert in enumerate(expert_R):
         multiply_row(weights.gate_up_eFM[expert], x_M, out=gate_up_RF[row])
+        _add_row_update(gate_up_RF[row], x_M, weights.gate_up_update, expert)
     if weights.gate_up_bias_eF is not None:
         gate_up_RF += weights.gate_up_bias_eF[expert_R]
     inner_RF = x_M.new_empty(len(chosen), weights.down_eMF.shape[2])
@@ -143,9 +154,15 @@ def _forward_token(tokens: DispatchedTokens, weights: ExpertWeights, call: Exper
     y_RM = x_M.new_empty(len(chosen), len(x_M))
     for row, expert in enumerate(expert_R):
         multiply_row(weights.down_eMF[expert], inner_RF[row], out=y_RM[row])
+        _add_row_update(y_RM[row], inner_RF[row], weights.down_update, expert)
     if weights.down_bias_eM is not None:
         y_RM += gates_R1 * weights.down_bias_eM[expert_R]
     return y_RM.sum(0, keepdim=True, dtype=sum_dtype)
+
+
+def _add_row_update(out_O: Tensor, x_I: Tensor, update: Update | None, expert: int) -> None:
+    if update is not None:
+        out_O.addmv_(update.b_eOr[expert], torch.mv(update.a_erI[expert], x_I))
 
 
 def _row_times_matrix(weight_OI: Tensor, x_I: Tensor, *, out: Tensor) -> None:
@@ -188,15 +205,26 @@ def _forward_sorted(
 ) -> Tensor:
     """Compute gate · expert(x) for assignments in expert order, [R, M]; ``counts`` has the number per expert."""
     matmul_mode = call.run.matmul_mode
-    gate_up_RF = grouped_rows(x_RM, weights.gate_up_eFM.mT, ends_e, matmul_mode=matmul_mode)
+    gate_up_RF = _project_sorted(x_RM, weights.gate_up_eFM, weights.gate_up_update, ends_e, matmul_mode)
     if weights.gate_up_bias_eF is not None:
         gate_up_RF += weights.gate_up_bias_eF.repeat_interleave(torch.from_numpy(counts), dim=0)
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
     inner_RF = gated(call.activation, gate_RF, up_RF).mul_(gates_R1)
-    y_RM = grouped_rows(inner_RF, weights.down_eMF.mT, ends_e, matmul_mode=matmul_mode)
+    y_RM = _project_sorted(inner_RF, weights.down_eMF, weights.down_update, ends_e, matmul_mode)
     if weights.down_bias_eM is not None:
         y_RM += gates_R1 * weights.down_bias_eM.repeat_interleave(torch.from_numpy(counts), dim=0)
     return y_RM
+
+
+def _project_sorted(
+    x_RI: Tensor, weight_eOI: Tensor, update: Update | None, ends_e: Tensor, matmul_mode: MatmulMode
+) -> Tensor:
+    """Multiply assignments in expert order by their expert's weight with its update, [R, O]."""
+    out_RO = grouped_rows(x_RI, weight_eOI.mT, ends_e, matmul_mode=matmul_mode)
+    if update is None:
+        return out_RO
+    inner_Rr = grouped_rows(x_RI, update.a_erI.mT, ends_e, matmul_mode=matmul_mode)
+    return out_RO.add_(grouped_rows(inner_Rr, update.b_eOr.mT, ends_e, matmul_mode=matmul_mode))
 
 
 def _gate_up(
@@ -215,7 +243,7 @@ def _gate_up(
         out_nF = saved_nF  # computed in place
     else:
         out_nF = blocks.buffer("gate and up", block, weights.gate_up_eFM.shape[1])
-    torch.mm(x_nM, blocks.weight("gate_up", weights.gate_up_eFM, expert).T, out=out_nF)
+    blocks.project("gate_up", x_nM, weights.gate_up_eFM, weights.gate_up_update, expert, out=out_nF)
     if weights.gate_up_bias_eF is not None:
         out_nF += weights.gate_up_bias_eF[expert]
     if saved_nF is not None and saved_nF is not out_nF:

@@ -12,8 +12,8 @@ from torch import Tensor
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.grouped import grouped_outer, grouped_rows, sort_by_expert, sum_by_expert
 from longctx.kernels.processor import MatmulMode
-from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, Needs, saved_widths
-from longctx.model.experts.gradient_sum import WeightGradients
+from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, Needs, Update, saved_widths
+from longctx.model.experts.gradient_sum import GradientSum, WeightGradients
 from longctx.model.layers.mlp import gated, gated_backward
 
 
@@ -29,7 +29,7 @@ def forward_grouped(tokens: DispatchedTokens, weights: ExpertWeights, call: Expe
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
     # The gate enters before the second matmul, at F multiplications per token instead of M.
     inner_RF = gated(call.activation, gate_RF, up_RF, gates_R)
-    y_RM = permuted.multiply(inner_RF, weights.down_eMF.mT)
+    y_RM = permuted.project(inner_RF, weights.down_eMF, weights.down_update)
     if weights.down_bias_eM is not None:
         y_RM += (gates_R.unsqueeze(-1) * permuted.gather_bias(weights.down_bias_eM)).to(y_RM.dtype)
     saved = [gate_up_RF, inner_RF, x_RM]
@@ -56,14 +56,16 @@ def backward_grouped(
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
 
     # Through the second matmul and the activation.
-    if gradients.down is not None:
+    if needs.reads_inner:
         if inner_RF is None:
             inner_RF = gated(call.activation, gate_RF, up_RF, gates_R)
-        gradients.down.add(permuted.outer(dy_RM, inner_RF))
+        if gradients.down is not None:
+            gradients.down.add(permuted.outer(dy_RM, inner_RF))
+        permuted.add_update_gradients(gradients.down_a, gradients.down_b, dy_RM, inner_RF, weights.down_update)
     del inner_RF
-    dgate_RF, dup_RF, dgates_R = gated_backward(
-        call.activation, permuted.multiply(dy_RM, weights.down_eMF), gate_RF, up_RF, gates_R
-    )
+    dinner_RF = permuted.project_backward(dy_RM, weights.down_eMF, weights.down_update)
+    dgate_RF, dup_RF, dgates_R = gated_backward(call.activation, dinner_RF, gate_RF, up_RF, gates_R)
+    del dinner_RF
     assert dgates_R is not None
     if weights.down_bias_eM is not None:
         upcast_dy_RM = dy_RM.to(gates_R.dtype)
@@ -79,19 +81,23 @@ def backward_grouped(
     # Through the first matmul.
     if gradients.gate_up_bias is not None:
         gradients.gate_up_bias.add(permuted.sum_by_expert(dgate_up_RF))
-    if gradients.gate_up is not None:
+    if needs.reads_x:
         assert x_RM is not None
-        gradients.gate_up.add(permuted.outer(dgate_up_RF, x_RM))
+        if gradients.gate_up is not None:
+            gradients.gate_up.add(permuted.outer(dgate_up_RF, x_RM))
+        update = weights.gate_up_update
+        permuted.add_update_gradients(gradients.gate_up_a, gradients.gate_up_b, dgate_up_RF, x_RM, update)
     del x_RM
     dx_SM = None
     if needs.x:
-        dx_SM = permuted.sum_tokens(permuted.multiply(dgate_up_RF, weights.gate_up_eFM))
+        dx_RM = permuted.project_backward(dgate_up_RF, weights.gate_up_eFM, weights.gate_up_update)
+        dx_SM = permuted.sum_tokens(dx_RM)
     return dx_SM, permuted.restore_gates(dgates_R)
 
 
 def _gate_up(permuted: _Permuted, x_RM: Tensor, weights: ExpertWeights) -> Tensor:
     """Compute gate and up before the activation, [R, 2F]."""
-    gate_up_RF = permuted.multiply(x_RM, weights.gate_up_eFM.mT)
+    gate_up_RF = permuted.project(x_RM, weights.gate_up_eFM, weights.gate_up_update)
     if weights.gate_up_bias_eF is not None:
         gate_up_RF += permuted.gather_bias(weights.gate_up_bias_eF)
     return gate_up_RF
@@ -104,7 +110,7 @@ def _saved_or_recomputed(
     if len(saved) == 3:
         return saved[0], saved[1], saved[2]
     if saved:
-        if needs.gate_up:
+        if needs.reads_x:
             return saved[0], None, permuted.gather(tokens.x_SM)
         return saved[0], None, None
     # Without saved tensors, repeat the first matmul.
@@ -163,6 +169,31 @@ class _Permuted:
     def multiply(self, x_RI: Tensor, weight_eIO: Tensor) -> Tensor:
         """Multiply every assignment by its expert's weight."""
         return grouped_rows(x_RI, weight_eIO, self.ends_e, matmul_mode=self.matmul_mode)
+
+    def project(self, x_RI: Tensor, weight_eOI: Tensor, update: Update | None) -> Tensor:
+        """Compute every assignment's projection [R, O], with the update to its weight."""
+        out_RO = self.multiply(x_RI, weight_eOI.mT)
+        if update is None:
+            return out_RO
+        return out_RO.add_(self.multiply(self.multiply(x_RI, update.a_erI.mT), update.b_eOr.mT))
+
+    def project_backward(self, dy_RO: Tensor, weight_eOI: Tensor, update: Update | None) -> Tensor:
+        """Compute ``project``'s gradient for x."""
+        dx_RI = self.multiply(dy_RO, weight_eOI)
+        if update is None:
+            return dx_RI
+        return dx_RI.add_(self.multiply(self.multiply(dy_RO, update.b_eOr), update.a_erI))
+
+    def add_update_gradients(
+        self, a: GradientSum | None, b: GradientSum | None, dy_RO: Tensor, x_RI: Tensor, update: Update | None
+    ) -> None:
+        """Add ``project``'s gradients for an update to their sums."""
+        if update is None:
+            return
+        if a is not None:
+            a.add(self.outer(self.multiply(dy_RO, update.b_eOr), x_RI))
+        if b is not None:
+            b.add(self.outer(dy_RO, self.multiply(x_RI, update.a_erI.mT)))
 
     def outer(self, dy_RO: Tensor, x_RI: Tensor) -> Tensor:
         """Sum dyᵀ · x per expert."""

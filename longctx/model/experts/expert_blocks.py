@@ -16,7 +16,8 @@ from torch import Tensor
 from longctx.kernels.grouped import sort_by_expert
 from longctx.kernels.matmul import multiplies_in_float32
 from longctx.kernels.processor import MatmulMode
-from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, saved_widths
+from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, Update, saved_widths
+from longctx.model.experts.gradient_sum import GradientSum
 
 BLOCK_TOKENS = 1024
 """Assignments per block: enough for full-speed matmuls, few enough for the cache."""
@@ -104,6 +105,45 @@ class ExpertBlocks:
         if known != expert:
             self._converted[name] = expert, converted.copy_(own)
         return converted
+
+    def project(
+        self, name: str, x_nI: Tensor, weight_eOI: Tensor, update: Update | None, expert: int, *, out: Tensor
+    ) -> None:
+        """Write a block's projection by its expert's weight, with the update to it, to ``out`` [n, O]."""
+        torch.mm(x_nI, self.weight(name, weight_eOI, expert).T, out=out)
+        if update is not None:
+            a_rI, b_Or = self._update(name, update, expert)
+            out.addmm_(x_nI @ a_rI.T, b_Or.T)
+
+    def project_backward(
+        self, name: str, dy_nO: Tensor, weight_eOI: Tensor, update: Update | None, expert: int, *, out: Tensor
+    ) -> None:
+        """Write ``project``'s gradient for x to ``out`` [n, I]."""
+        torch.mm(dy_nO, self.weight(name, weight_eOI, expert), out=out)
+        if update is not None:
+            a_rI, b_Or = self._update(name, update, expert)
+            out.addmm_(dy_nO @ b_Or, a_rI)
+
+    def add_update_gradients(
+        self,
+        name: str,
+        sums: tuple[GradientSum | None, GradientSum | None],
+        dy_nO: Tensor,
+        x_nI: Tensor,
+        update: Update | None,
+        expert: int,
+    ) -> None:
+        """Add ``project``'s gradients for an update to the sums for A and B."""
+        if update is None:
+            return
+        a_rI, b_Or = self._update(name, update, expert)
+        if sums[0] is not None:
+            sums[0].add_outer(expert, dy_nO @ b_Or, x_nI)
+        if sums[1] is not None:
+            sums[1].add_outer(expert, dy_nO, x_nI @ a_rI.T)
+
+    def _update(self, name: str, update: Update, expert: int) -> tuple[Tensor, Tensor]:
+        return self.weight(f"{name} A", update.a_erI, expert), self.weight(f"{name} B", update.b_eOr, expert)
 
     def add_to_tokens(self, out_SM: Tensor, y_nM: Tensor, block: slice) -> None:
         """Add the block's results to their tokens'."""

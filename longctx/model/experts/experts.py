@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from longctx.architecture.adapter import FACTORS, AdapterShape
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.compute_cpu import forward_few
@@ -20,6 +21,9 @@ from longctx.model.experts.dispatch import ExpertRun, tiles_of
 from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, Needs
 from longctx.model.experts.tiled_experts import Routed, backward_tiles, computes_in_blocks, forward_tiles, is_decoding
 from longctx.model.recompute import RecomputeCache
+
+_UPDATES = tuple(f"{matrix}_{factor}" for matrix in ("gate_up_proj", "down_proj") for factor in FACTORS)
+"""Parameters of the low-rank updates, in the order of ``ExpertWeights``."""
 
 
 class Experts(nn.Module):
@@ -40,6 +44,18 @@ class Experts(nn.Module):
         if config.expert_bias:
             self.gate_up_proj_bias = nn.Parameter(torch.empty(e, 2 * F))
             self.down_proj_bias = nn.Parameter(torch.empty(e, M))
+        self.adapter_scale = 0.0
+        # Low-rank updates, one per expert (``add_adapter``).
+        for name in _UPDATES:
+            self.register_parameter(name, None)
+
+    def add_adapter(self, matrix: str, adapter: AdapterShape) -> None:
+        """Add low-rank updates to ``gate_up_proj`` or ``down_proj``."""
+        e, outer, inner = getattr(self, matrix).shape
+        a, b = (f"{matrix}_{factor}" for factor in FACTORS)
+        self.register_parameter(a, nn.Parameter(torch.empty(e, adapter.rank, inner)))
+        self.register_parameter(b, nn.Parameter(torch.empty(e, outer, adapter.rank)))
+        self.adapter_scale = adapter.scale
 
     def forward(
         self,
@@ -65,22 +81,23 @@ class Experts(nn.Module):
         without_backward = recompute_cache is None and not torch.is_grad_enabled()
         only_graph = recompute_cache is not None and recompute_cache.recomputing and not values_again
         call = ExpertsCall(self.activation, run, without_backward=without_backward, only_graph=only_graph)
+        weights = self._weights()
         if without_backward and not run.dispatcher.is_distributed:
-            weights = ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
             if computes_in_blocks(x_NM) and is_decoding(experts_Nk, call):
                 # Without messages and saved tensors, the code around a tile takes longer than computing so few tokens.
                 return forward_few(DispatchedTokens(x_NM, gates_Nk, experts_Nk, None), weights, call)[0]
             return forward_tiles(Routed(x_NM, gates_Nk, experts_Nk), weights, call)[0]
-        return _Experts.apply(
-            x_NM,
-            gates_Nk,
-            experts_Nk,
-            self.gate_up_proj,
-            self.down_proj,
-            self.gate_up_proj_bias,
-            self.down_proj_bias,
-            call,
-        )
+        return _Experts.apply(x_NM, gates_Nk, experts_Nk, call, *weights)
+
+    def _weights(self) -> ExpertWeights:
+        weights = [self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias]
+        for name in _UPDATES:
+            factor = self._parameters[name]
+            # The scale goes into A, which is small.
+            if factor is not None and name.endswith(FACTORS[0]):
+                factor = factor * self.adapter_scale
+            weights.append(factor)  # type: ignore[arg-type]
+        return ExpertWeights._make(weights)
 
     def _is_trained(self, x_NM: Tensor, gates_Nk: Tensor) -> bool:
         """Return whether a backward pass will follow."""
@@ -103,14 +120,10 @@ class _Experts(torch.autograd.Function):
         x_NM: Tensor,
         gates_Nk: Tensor,
         experts_Nk: Tensor,
-        gate_up_eFM: Tensor,
-        down_eMF: Tensor,
-        gate_up_bias_eF: Tensor | None,
-        down_bias_eM: Tensor | None,
         call: ExpertsCall,
+        *of_experts: Tensor | None,
     ) -> Tensor:
-        routed = Routed(x_NM, gates_Nk, experts_Nk)
-        weights = ExpertWeights(gate_up_eFM, down_eMF, gate_up_bias_eF, down_bias_eM)
+        routed, weights = Routed(x_NM, gates_Nk, experts_Nk), ExpertWeights._make(of_experts)
         ctx.call, ctx.sizes, ctx.num_saved = call, None, []
         saved: list[Tensor] = []
         if call.only_graph:
@@ -129,10 +142,11 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout_NM: Tensor):  # type: ignore[override]
         tensors = ctx.saved_tensors  # ZeRO-3 has gathered the weights again by now
-        routed, weights, saved = Routed._make(tensors[:3]), ExpertWeights._make(tensors[3:7]), list(tensors[7:])
+        stop = 3 + len(ExpertWeights._fields)
+        routed, weights, saved = Routed._make(tensors[:3]), ExpertWeights._make(tensors[3:stop]), list(tensors[stop:])
         del tensors
-        x, gates, _, gate_up, down, gate_up_bias, down_bias, _ = ctx.needs_input_grad
-        needs = Needs(x, gates, gate_up, down, gate_up_bias, down_bias)
+        flags = ctx.needs_input_grad
+        needs = Needs._make(flags[:2] + flags[4:])
         # The saved tensors may be freed from here, unless the graph is kept for another backward pass.
         ctx.maybe_clear_saved_tensors()
         of_tiles = []
@@ -146,5 +160,6 @@ class _Experts(torch.autograd.Function):
         for index, is_needed in enumerate(needs):
             if not is_needed:
                 wanted[index] = None
-        dx, dgates, dgate_up, ddown, dgate_up_bias, ddown_bias = wanted
-        return dx, dgates, None, dgate_up, ddown, dgate_up_bias, ddown_bias, None
+        # The ids, and the call.
+        wanted[2:2] = [None, None]
+        return tuple(wanted)

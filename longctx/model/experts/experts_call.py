@@ -1,7 +1,7 @@
 """Inputs to one layer's experts: weights, tokens and options, the same on a CPU and an accelerator.
 
 Axes: S received tokens, k experts per token, M model width, F FFN width of one expert (gate and up together: 2F), e
-local experts.
+local experts, r rank of an adapter; I and O are one matmul's widths.
 """
 
 from __future__ import annotations
@@ -14,13 +14,40 @@ from torch import Tensor
 from longctx.model.experts.dispatch import ExpertRun
 
 
+class Update(NamedTuple):
+    """Low-rank update to a weight of all experts: Wx + B(Ax), with the adapter's scale in A."""
+
+    a_erI: Tensor
+    b_eOr: Tensor
+
+
 class ExpertWeights(NamedTuple):
-    """This process's expert parameters themselves, not views."""
+    """This process's expert parameters themselves, not views; and the updates to two of them if they have adapters."""
 
     gate_up_eFM: Tensor
     down_eMF: Tensor
     gate_up_bias_eF: Tensor | None
     down_bias_eM: Tensor | None
+    gate_up_a_erM: Tensor | None = None
+    gate_up_b_eFr: Tensor | None = None
+    down_a_erF: Tensor | None = None
+    down_b_eMr: Tensor | None = None
+
+    @property
+    def gate_up_update(self) -> Update | None:
+        """Update to gate and up; None without an adapter."""
+        return _update(self.gate_up_a_erM, self.gate_up_b_eFr)
+
+    @property
+    def down_update(self) -> Update | None:
+        """Update to the down projection; None without an adapter."""
+        return _update(self.down_a_erF, self.down_b_eMr)
+
+
+def _update(a_erI: Tensor | None, b_eOr: Tensor | None) -> Update | None:
+    if a_erI is None or b_eOr is None:
+        return None
+    return Update(a_erI, b_eOr)
 
 
 class DispatchedTokens(NamedTuple):
@@ -43,6 +70,20 @@ class Needs(NamedTuple):
     down: bool
     gate_up_bias: bool
     down_bias: bool
+    gate_up_a: bool = False
+    gate_up_b: bool = False
+    down_a: bool = False
+    down_b: bool = False
+
+    @property
+    def reads_x(self) -> bool:
+        """True if a weight's gradient needs x."""
+        return self.gate_up or self.gate_up_a or self.gate_up_b
+
+    @property
+    def reads_inner(self) -> bool:
+        """True if a weight's gradient needs the activation's result."""
+        return self.down or self.down_a or self.down_b
 
 
 @dataclass(frozen=True, eq=False)

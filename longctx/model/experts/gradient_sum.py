@@ -121,6 +121,10 @@ class WeightGradients(NamedTuple):
     down: GradientSum | None
     gate_up_bias: GradientSum | None
     down_bias: GradientSum | None
+    gate_up_a: GradientSum | None
+    gate_up_b: GradientSum | None
+    down_a: GradientSum | None
+    down_b: GradientSum | None
 
     @classmethod
     def start(cls, weights: ExpertWeights, needs: Needs, *, tiles: int) -> WeightGradients:
@@ -131,12 +135,8 @@ class WeightGradients(NamedTuple):
                 return None
             return GradientSum(weight, tiles=tiles)
 
-        return cls(
-            gate_up=of(weights.gate_up_eFM, needs.gate_up),
-            down=of(weights.down_eMF, needs.down),
-            gate_up_bias=of(weights.gate_up_bias_eF, needs.gate_up_bias),
-            down_bias=of(weights.down_bias_eM, needs.down_bias),
-        )
+        # ``Needs`` starts with x and gates.
+        return cls._make(of(weight, needed) for weight, needed in zip(weights, needs[2:], strict=True))
 
     def results(self) -> list[Tensor | None]:
         """Return the gradients in the same order as ``ExpertWeights``."""

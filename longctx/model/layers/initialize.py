@@ -39,6 +39,11 @@ _TO_STREAM = ("o_proj", "down_proj", "out_proj")
 """Name parts of projections that write to the residual stream."""
 
 
+def _uniform(normal: Tensor, bound: float) -> Tensor:
+    """Map normal values to uniform ones, from -bound to bound."""
+    return torch.special.ndtr(normal).mul_(2 * bound).sub_(bound)
+
+
 def _log_rates(normal: Tensor) -> Tensor:
     """Map normal values to logarithms of decay rates, uniform from 1 to 16 (Mamba-2)."""
     return torch.special.ndtr(normal).mul_(15).add_(1).log_()
@@ -78,6 +83,10 @@ class InitialTensor:
         if name.endswith("embed_tokens.weight") and config.embedding_std:
             self._std = config.embedding_std
         self._function = _function_of(name, config)
+        if name.endswith("lora_A"):
+            # Rows of all experts together, as PEFT initializes them (uniform up to 1 / √fan-in).
+            rows = config.adapter.rank * (config.num_experts if ".experts." in name else 1)
+            self._function = partial(_uniform, bound=(numel // rows) ** -0.5)
         if "conv1d" in name:
             self._std = (3 * config.delta_conv) ** -0.5
         if any(part in name for part in _TO_STREAM):
@@ -146,6 +155,8 @@ def _constant(name: str, config: ModelConfig) -> float | None:
         if config.norm_offset:
             return 0.0  # the factor is 1 + weight
         return 1.0
+    if name.endswith("lora_B"):
+        return 0.0
     if name.endswith("self_attn.skip.weight"):
         return 1.0
     if name.endswith((".bias", "_bias", "conv_bias.weight", "sinks.weight")) or "relative_bias" in name:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from longctx.kernels.matmul import linear, linear_graph
+from longctx.architecture.adapter import AdapterShape
+from longctx.kernels.matmul import add_product, linear, linear_graph
 from longctx.kernels.processor import MatmulMode
 
 
@@ -25,8 +26,31 @@ class Linear(nn.Linear):
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
         if only_graph:
-            return linear_graph(input, weight, bias, matmul_mode=self.matmul_mode)
-        return linear(input, weight, bias, matmul_mode=self.matmul_mode)
+            out = linear_graph(input, weight, bias, matmul_mode=self.matmul_mode)
+        else:
+            out = linear(input, weight, bias, matmul_mode=self.matmul_mode)
+        if "lora_A" in self._parameters:
+            inner_Nr = linear(input, self.lora_A, matmul_mode=self.matmul_mode)
+            return self.add_update(out, inner_Nr, only_graph=only_graph)
+        return out
+
+    def add_adapter(self, adapter: AdapterShape) -> None:
+        """Add a low-rank update s·B·A to the weight (``AdapterShape``)."""
+        self.lora_A = nn.Parameter(torch.empty(adapter.rank, self.in_features))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, adapter.rank))
+        self.adapter_scale = adapter.scale
+
+    def merged_weight(self) -> Tensor:
+        """Return the weight with the adapter's update, if there is one."""
+        if "lora_A" not in self._parameters:
+            return self.weight
+        return torch.addmm(self.weight, self.lora_B, self.lora_A, alpha=self.adapter_scale)
+
+    def add_update(self, out_NO: Tensor, inner_Nr: Tensor, *, only_graph: bool = False) -> Tensor:
+        """Add s·B·inner, from A's products, to the output in its memory; ``only_graph`` as in ``add_product``."""
+        # The scale multiplies r values per row instead of O.
+        scaled_Nr = inner_Nr * self.adapter_scale
+        return add_product(out_NO, scaled_Nr, self.lora_B, matmul_mode=self.matmul_mode, only_graph=only_graph)
 
     def reset_parameters(self) -> None:
         """Skip PyTorch's initialization."""

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from longctx.architecture.model_rules import GATED
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.matmul import linear, linear_graph, multiply, multiply_backward, no_values, sum_rows
+from longctx.kernels.matmul import add_product_, linear, linear_graph, multiply, multiply_backward, no_values, sum_rows
 from longctx.kernels.processor import MatmulMode
 from longctx.model.layers.linear import Linear
 
@@ -60,9 +60,13 @@ class GatedLinear(Linear):
     def forward(  # type: ignore[override]
         self, gate_NF: Tensor, up_NF: Tensor, kind: str, *, only_graph: bool = False
     ) -> Tensor:
-        return gated_linear(
-            kind, gate_NF, up_NF, self.weight, self.bias, matmul_mode=self.matmul_mode, only_graph=only_graph
-        )
+        # A multiplies the same activation: its result is computed once, and kept for neither.
+        weights = self.weight, self.bias, self._parameters.get("lora_A")
+        options: dict[str, Any] = {"matmul_mode": self.matmul_mode, "only_graph": only_graph}
+        out_NM, inner_Nr = gated_linear(kind, gate_NF, up_NF, *weights, **options)
+        if inner_Nr is None:
+            return out_NM
+        return self.add_update(out_NM, inner_Nr, only_graph=only_graph)
 
 
 class FeedForward(nn.Module):
@@ -123,28 +127,37 @@ def gated_linear(
     up_NF: Tensor,
     weight_MF: Tensor,
     bias_M: Tensor | None = None,
+    a_rF: Tensor | None = None,
     *,
     matmul_mode: MatmulMode,
     only_graph: bool = False,
-) -> Tensor:
-    """Compute (activation(gate) · up) · weightᵀ + bias, [N, M].
+) -> tuple[Tensor, Tensor | None]:
+    """Compute (activation(gate) · up) · weightᵀ + bias, [N, M], and the same product with an adapter's A, [N, r].
 
-    Backward computes activation(gate) · up again, so it is not kept. With ``only_graph`` no value is computed, and the
-    result is NaN (``linear_graph``).
+    Backward computes activation(gate) · up again, so it is not kept. With ``only_graph`` the first result's values are
+    not computed, and it is NaN (``linear_graph``).
     """
+    inner_Nr: Tensor | None = None
     if not torch.is_grad_enabled():
-        return multiply(gated(kind, gate_NF, up_NF), weight_MF, bias_M, matmul_mode=matmul_mode)
+        product_NF = gated(kind, gate_NF, up_NF)
+        if a_rF is not None:
+            inner_Nr = multiply(product_NF, a_rF, matmul_mode=matmul_mode)
+        return multiply(product_NF, weight_MF, bias_M, matmul_mode=matmul_mode), inner_Nr
     # Its gradient uses autograd, which a graph cannot hold; in a graph the partitioner decides what is kept.
     if kind == "swiglu_oai" and torch.compiler.is_compiling():
         linear_function = linear
         if only_graph:
             linear_function = linear_graph
-        return linear_function(gated(kind, gate_NF, up_NF), weight_MF, bias_M, matmul_mode=matmul_mode)
-    return _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, kind, matmul_mode, only_graph)
+        product_NF = gated(kind, gate_NF, up_NF)
+        if a_rF is not None:
+            inner_Nr = linear(product_NF, a_rF, matmul_mode=matmul_mode)
+        return linear_function(product_NF, weight_MF, bias_M, matmul_mode=matmul_mode), inner_Nr
+    out_NM, inner_Nr = _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, a_rF, kind, matmul_mode, only_graph)
+    return out_NM, inner_Nr
 
 
 class _GatedLinear(torch.autograd.Function):
-    """Autograd function that saves the parameter itself: ZeRO-3 frees a gathered weight by emptying it."""
+    """Autograd function that saves the parameters themselves: ZeRO-3 frees a gathered weight by emptying it."""
 
     @staticmethod
     def forward(
@@ -153,38 +166,50 @@ class _GatedLinear(torch.autograd.Function):
         up: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        a: Tensor | None,
         kind: str,
         matmul_mode: MatmulMode,
         only_graph: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(gate, up, weight, a)
         ctx.kind, ctx.products = kind, matmul_mode
+        if only_graph and a is None:
+            return no_values(gate, weight), None
+        product, inner = gated(kind, gate, up), None
+        if a is not None:
+            inner = multiply(product, a, matmul_mode=matmul_mode)
         if only_graph:
-            return no_values(gate, weight)
-        return multiply(gated(kind, gate, up), weight, bias, matmul_mode=matmul_mode)
+            return no_values(gate, weight), inner
+        return multiply(product, weight, bias, matmul_mode=matmul_mode), inner
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
-        gate, up, weight = ctx.saved_tensors
+    def backward(ctx: Any, dout: Tensor, dinner: Tensor | None):  # type: ignore[override]
+        gate, up, weight, a = ctx.saved_tensors
         # Computed once for the result and up's gradient: the function of gate costs as much as three multiplications.
         activated: Tensor | None = None
         if ctx.kind in _ACTIVATION:
             activated = _ACTIVATION[ctx.kind](gate)
-            inner = activated * up
+            product = activated * up
         else:
-            inner = gated(ctx.kind, gate, up)
-        dinner, dweight = multiply_backward(
-            dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2], matmul_mode=ctx.products
+            product = gated(ctx.kind, gate, up)
+        needs_weight, needs_bias, needs_a = ctx.needs_input_grad[2:5]
+        dproduct, dweight = multiply_backward(
+            dout, product, weight, needs_x=True, needs_weight=needs_weight, matmul_mode=ctx.products
         )
-        assert dinner is not None
+        assert dproduct is not None
+        da: Tensor | None = None
+        if a is not None:
+            assert dinner is not None
+            add_product_(dproduct, dinner, a.T, ctx.products)
+            _, da = multiply_backward(dinner, product, a, needs_x=False, needs_weight=needs_a, matmul_mode=ctx.products)
         # Backward's memory peaks after this: five tensors of this size are alive, two of them results.
-        del inner
-        dgate, dup = _product_gradient(ctx.kind, dinner, gate, up, activated)
+        del product
+        dgate, dup = _product_gradient(ctx.kind, dproduct, gate, up, activated)
         dbias: Tensor | None = None
-        if ctx.needs_input_grad[3]:
+        if needs_bias:
             dbias = sum_rows(dout)
-        return dgate, dup, dweight, dbias, None, None, None
+        return dgate, dup, dweight, dbias, da, None, None, None
 
 
 def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class LatentAttention(nn.Module):
 
     def _unfolding(self) -> Tensor:
         """Return the weight that unfolds a latent to each head's key and value, [H, N + V, C]."""
-        return self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        return self.kv_b_proj.merged_weight().unflatten(0, (self.num_heads, -1))
 
     def _queries(self, x_BtM: Tensor, *, only_graph: bool) -> Tensor:
         if not self.q_lora_rank:

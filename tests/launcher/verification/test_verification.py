@@ -126,6 +126,7 @@ def test_a_small_run_has_fewer_outputs_too(outputs, shrunk):
 @pytest.mark.timeout(600)
 def test_more_of_them_do():
     dense = {"model.num_experts": 0, "model.shared_ffn_size": 0, "model.ffn_size": 48, "parallel.expert": 1}
+    adapters = {"model.adapter.rank": 4, "train.optimizer": "adamw"}
     ways = [
         {**dense, "zero.stage": 0},
         {**dense, "parallel.ulysses": 2, "model.num_kv_heads": 2, "train.keep": "inputs"},
@@ -138,6 +139,8 @@ def test_more_of_them_do():
         {**MASKED, **dense, **ALBERT, "zero.stage": 3, "train.keep": "attention"},
         {**MASKED, **dense, **ALBERT, "model.pair_head": "sop", "zero.stage": 3, "train.chunk_tokens": 9},
         {**MASKED, "model.segments": 2, "model.pair_head": "nsp", "zero.stage": 2},
+        {**adapters, "zero.stage": 3, **CHUNKS},
+        {**dense, **adapters, "model.adapter.targets": "q_proj mlp.down_proj", "zero.stage": 2},
         {**MASKED, **dense, **ALBERT, "zero.stage": 1, **CHUNKS},
     ]
     run_distributed(agree, 2, ways, timeout=550)

@@ -325,7 +325,16 @@ def test_every_field_is_drawn_or_of_no_consequence():
     drawn = {f for name in ANY_VALUES for f in TOGETHER.get(name, (name,))}
     # A model of images has rules of its own (``test_image_rules``).
     of_images = {"image", "classes", "class_pool", "class_bias", "token_head"}
-    others = {*SIZES, *of_images, "num_experts", "window", "sparse_stride", "balance_loss_weight", "norm_eps"}
+    others = {
+        *SIZES,
+        *of_images,
+        "adapter",
+        "num_experts",
+        "window",
+        "sparse_stride",
+        "balance_loss_weight",
+        "norm_eps",
+    }
     assert {f.name for f in fields(ModelConfig)} == drawn | others
 
 
