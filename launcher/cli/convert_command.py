@@ -96,9 +96,7 @@ def convert(
         def count(action: str, done: int, total: int) -> None:
             update(done, total, f"{done:,} of {total:,} tensors {action}")
 
-        cast = None
-        if dtype is not None:
-            cast = getattr(torch, dtype)
+        cast = None if dtype is None else getattr(torch, dtype)
         done = run(source, output, dtype=cast, verify=verify, progress=count)
     _print_conversion(done, kind, to_hf=to == "hf")
 

@@ -54,7 +54,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Location:
     """Where one projection's factors are in a folder."""
 
     weight: str
@@ -84,14 +84,14 @@ def export_peft(checkpoint: str | Path, output: Path) -> Path:
     if not config.adapter.is_used:
         raise ConfigError(f"{reader.folder} has no adapters (model.adapter.rank=0). Use convert --to hf.")
     weights = list(dict.fromkeys(merged_name(name) for name in reader.names() if is_adapter(name)))
-    places = _places(config, weights, model_type)
+    locations = _locations(config, weights, model_type)
     tensors = {}
-    for place in places:
-        a, b = map(reader.read, factor_names(place.weight))
-        tensors |= zip(map(place.key, FACTORS), _to_peft(place, a, b), strict=True)
+    for location in locations:
+        a, b = map(reader.read, factor_names(location.weight))
+        tensors |= zip(map(location.key, FACTORS), _to_peft(location, a, b), strict=True)
     with staged_folder(output, error=CheckpointError) as staging:
         save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
-        write_json(staging / CONFIG_FILE, _config(config.adapter, places))
+        write_json(staging / CONFIG_FILE, _config(config.adapter, locations))
     return output
 
 
@@ -101,9 +101,11 @@ def _model_type(reader: CheckpointReader) -> str | None:
     return training.get("imported", training).get("model_type")
 
 
-def _config(adapter: AdapterShape, places: list[_Place]) -> dict[str, Any]:
-    modules = [place.module for place in places if not place.experts]
-    parameters = [f"{_experts_module(place.module)}.{_matrix(place.weight)}" for place in places if place.experts]
+def _config(adapter: AdapterShape, locations: list[_Location]) -> dict[str, Any]:
+    modules = [location.module for location in locations if not location.experts]
+    parameters = [
+        f"{_experts_module(location.module)}.{_matrix(location.weight)}" for location in locations if location.experts
+    ]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -113,16 +115,16 @@ def _config(adapter: AdapterShape, places: list[_Place]) -> dict[str, Any]:
         "use_rslora": adapter.rank_stabilized,
         "target_modules": modules,
         "target_parameters": parameters or None,
-        "fan_in_fan_out": any("transposed" in place.layout.steps for place in places if not place.experts),
+        "fan_in_fan_out": any("transposed" in location.layout.steps for location in locations if not location.experts),
         "inference_mode": True,
         "init_lora_weights": True,
         **_DEFAULTS,
     }
 
 
-def _to_peft(place: _Place, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    b = _reordered(place.layout, b, to_disk=True)
-    if not place.experts:
+def _to_peft(location: _Location, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    b = _reordered(location.layout, b, to_disk=True)
+    if not location.experts:
         return a.contiguous(), b.contiguous()
     # [E, r, I] to [E·r, I], and [E, O, r] to [O, r·E].
     return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1).contiguous()
@@ -158,24 +160,24 @@ def read_peft(
     keys = set(disk.names())
     modules = {match[1] for key in keys if (match := re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_A\.weight", key))}
     possible = [name for name in parameter_shapes(base) if name.endswith((".weight", *_MATRICES))]
-    places, left = [], set(modules)
-    for place in _candidates(base, possible, model_type):
-        if place.module in modules:
-            places.append(place)
-            left.discard(place.module)
-    if left or not places:
+    locations, left = [], set(modules)
+    for location in _candidates(base, possible, model_type):
+        if location.module in modules:
+            locations.append(location)
+            left.discard(location.module)
+    if left or not locations:
         raise CheckpointError(
             f"{folder} has adapters on {sorted(left)[:6] or 'nothing'}, which are no projections of this model. "
             "Was it trained on another base?"
         )
-    targets = tuple(dict.fromkeys(_target(place.weight) for place in places))
+    targets = tuple(dict.fromkeys(_target(location.weight) for location in locations))
     adapter = replace(adapter, targets=targets)
     shapes = parameter_shapes(replace(base, adapter=adapter))
     tensors = {}
-    for place in places:
-        a, b = (disk.read(place.key(factor)).float() for factor in FACTORS)
-        keys.difference_update(map(place.key, FACTORS))
-        tensors |= zip(factor_names(place.weight), _from_peft(place, a, b, adapter.rank), strict=True)
+    for location in locations:
+        a, b = (disk.read(location.key(factor)).float() for factor in FACTORS)
+        keys.difference_update(map(location.key, FACTORS))
+        tensors |= zip(factor_names(location.weight), _from_peft(location, a, b, adapter.rank), strict=True)
     wanted = {name: shape for name, shape in shapes.items() if is_adapter(name)}
     raise_mismatches(
         str(folder),
@@ -209,21 +211,21 @@ def _shape(folder: Path, values: Mapping[str, Any]) -> AdapterShape:
     return AdapterShape(rank=rank, alpha=float(alpha), rank_stabilized=bool(values.get("use_rslora", False)))
 
 
-def _from_peft(place: _Place, a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    if place.experts:
-        if a.shape[0] != place.experts * rank or b.ndim != 2 or b.shape[1] != place.experts * rank:
+def _from_peft(location: _Location, a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    if location.experts:
+        if a.shape[0] != location.experts * rank or b.ndim != 2 or b.shape[1] != location.experts * rank:
             return a, b  # the caller names the mismatch
-        a = a.unflatten(0, (place.experts, rank))
-        b = b.unflatten(1, (rank, place.experts)).permute(2, 0, 1)
-    return a, _reordered(place.layout, b, to_disk=False).contiguous()
+        a = a.unflatten(0, (location.experts, rank))
+        b = b.unflatten(1, (rank, location.experts)).permute(2, 0, 1)
+    return a, _reordered(location.layout, b, to_disk=False).contiguous()
 
 
 # --------------------------------------------------------------------------------------------------------------- names
 
 
-def _places(config: ModelConfig, weights: list[str], model_type: str | None) -> list[_Place]:
-    """Return the places for these weights; raise ConfigError for one without a place."""
-    found = {place.weight: place for place in _candidates(config, weights, model_type)}
+def _locations(config: ModelConfig, weights: list[str], model_type: str | None) -> list[_Location]:
+    """Return the locations for these weights; raise ConfigError for one without a location."""
+    found = {location.weight: location for location in _candidates(config, weights, model_type)}
     for weight in weights:
         if weight not in found:
             raise ConfigError(
@@ -238,8 +240,8 @@ def _disk_names(config: ModelConfig, weight: str, model_type: str | None) -> str
     return ", ".join(part.name for part in layout.parts[:1])
 
 
-def _candidates(config: ModelConfig, weights: list[str], model_type: str | None) -> Iterator[_Place]:
-    """Yield each weight's place, if PEFT can have one for it."""
+def _candidates(config: ModelConfig, weights: list[str], model_type: str | None) -> Iterator[_Location]:
+    """Yield each weight's location, if PEFT can have one for it."""
     specs = _specs(config, model_type)
     both = {name.rpartition(".")[0] for name in weights if name.endswith(f".{_MATRICES[1]}") and is_expert_weight(name)}
     for weight in weights:
@@ -251,9 +253,9 @@ def _candidates(config: ModelConfig, weights: list[str], model_type: str | None)
             module = weight.rpartition(".")[0]
             if _matrix(weight) == _MATRICES[0] and module in both:
                 module = f"{module}.base_layer"
-            yield _Place(weight, module, layout, experts=config.num_experts)
+            yield _Location(weight, module, layout, experts=config.num_experts)
         elif len(layout.parts) == 1 and not layout.is_shared and not layout.swaps_halves:
-            yield _Place(weight, layout.parts[0].name.removesuffix(".weight"), layout)
+            yield _Location(weight, layout.parts[0].name.removesuffix(".weight"), layout)
 
 
 def _specs(config: ModelConfig, model_type: str | None) -> dict[str, TensorSpec]:

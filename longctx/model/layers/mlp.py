@@ -184,7 +184,7 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dinner: Tensor | None):  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor, d_inner: Tensor | None):  # type: ignore[override]
         gate, up, weight, a = ctx.saved_tensors
         # Computed once for the result and up's gradient: the function of gate costs as much as three multiplications.
         activated: Tensor | None = None
@@ -200,9 +200,11 @@ class _GatedLinear(torch.autograd.Function):
         assert dproduct is not None
         da: Tensor | None = None
         if a is not None:
-            assert dinner is not None
-            add_product_(dproduct, dinner, a.T, ctx.products)
-            _, da = multiply_backward(dinner, product, a, needs_x=False, needs_weight=needs_a, matmul_mode=ctx.products)
+            assert d_inner is not None
+            add_product_(dproduct, d_inner, a.T, ctx.products)
+            _, da = multiply_backward(
+                d_inner, product, a, needs_x=False, needs_weight=needs_a, matmul_mode=ctx.products
+            )
         # Backward's memory peaks after this: five tensors of this size are alive, two of them results.
         del product
         dgate, dup = _product_gradient(ctx.kind, dproduct, gate, up, activated)
