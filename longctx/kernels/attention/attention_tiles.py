@@ -130,9 +130,10 @@ def centred(lse_BtH: Tensor) -> tuple[Tensor, Tensor]:
     # float32 has its finest steps near 0: around −9, as over 8192 keys, every gradient in a row would inherit an error
     # of 5e-7. ``power`` is a power of two, so scaling by it is exact.
     # exp(−lse) = 2^−m · exp(−(lse − m·ln 2)): integer powers of two go into dout, the rest stays in the exponent
-    m = (lse_BtH / math.log(2)).round_().clamp_(-40, 40)  # 2^-40 keeps dout far above float32's smallest number
-    power = torch.ldexp(torch.ones_like(m, dtype=torch.float32), -m.int())
-    return power, (lse_BtH - m * math.log(2)).float()
+    m = (lse_BtH * (1 / math.log(2))).round_().clamp_(-40, 40)  # 2^-40 keeps dout far above float32's smallest number
+    # float32 stores 2^n as n + 127 in bits 23 to 30
+    power = (127 - m.to(torch.int32)).bitwise_left_shift_(23).view(torch.float32)
+    return power, lse_BtH.sub(m, alpha=math.log(2)).float()
 
 
 def fold_(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:

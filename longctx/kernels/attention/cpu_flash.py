@@ -93,7 +93,7 @@ class CpuFlashKernel:
         whole = _whole_block(slices, size, q_BtHD.shape[1], len(q_BtHD))
         if whole is not None:
             group, block = whole
-            q, k, v = (_split(x, group) for x in (q_BtHD, k_BsKD[:, group.keys], v_BsKV[:, group.keys]))
+            q, (k, v) = _queries(q_BtHD, group), (_keys(x, group) for x in (k_BsKD, v_BsKV))
             out, lse = op.forward_block(q, k, v, block)
             return _joined(out, len(q_BtHD)), _joined(lse, len(q_BtHD))
         shape = q_BtHD.shape[:-1] + v_BsKV.shape[-1:]
@@ -102,10 +102,8 @@ class CpuFlashKernel:
         lse = q_BtHD.new_full(shape[:-1], -torch.inf, dtype=torch.float64)
         touched = torch.zeros(1, shape[1], dtype=torch.bool)
         for group in _groups(slices, len(q_BtHD)):
-            q_NrHD, out_NrHV, lse_NrH, touched_Nr = (
-                _split(x[:, group.queries], group) for x in (q_BtHD, out, lse, touched)
-            )
-            k_NsKD, v_NsKV = (_split(x[:, group.keys], group) for x in (k_BsKD, v_BsKV))
+            q_NrHD, out_NrHV, lse_NrH, touched_Nr = (_queries(x, group) for x in (q_BtHD, out, lse, touched))
+            k_NsKD, v_NsKV = (_keys(x, group) for x in (k_BsKD, v_BsKV))
             for block in _blocks(group, size):
                 block_out, block_lse = op.forward_block(q_NrHD, k_NsKD, v_NsKV, block)
                 is_known = touched_Nr[:, block.q]
@@ -182,8 +180,8 @@ class CpuFlashKernel:
             return op.gradients_of_tiles(rows, k_BsKD, v_BsKV, single)
         dq, dk, dv = (x.new_zeros(x.shape, dtype=partial) for x in (q_BtHD, k_BsKD, v_BsKV))
         for group in _groups(slices, len(q_BtHD)):
-            group_rows, dq_NrHD = rows.of_group(group), _split(dq[:, group.queries], group)
-            k, v, dk_NsKD, dv_NsKV = (_split(x[:, group.keys], group) for x in (k_BsKD, v_BsKV, dk, dv))
+            group_rows, dq_NrHD = rows.of_group(group), _queries(dq, group)
+            k, v, dk_NsKD, dv_NsKV = (_keys(x, group) for x in (k_BsKD, v_BsKV, dk, dv))
             for block in _blocks(group, size):
                 for h, g in op.head_groups(block, q_BtHD.shape[2], k.shape[2], group.num_slices):
                     at = block.q
@@ -206,14 +204,29 @@ def _groups(slices: Tensor, batch: int) -> tuple[SliceGroup, ...]:
     return slice_groups(slices, _GROUP_ROWS if batch == 1 else 0)
 
 
-def _split(x: Tensor, group: SliceGroup) -> Tensor:
-    """Return a group's rows [1, N·r, …] as a batch of its N slices [N, r, …], a view; a single slice as it is."""
-    if group.num_slices == 1:
+def _queries(x: Tensor, group: SliceGroup) -> Tensor:
+    """Return a group's query rows as a batch of its slices, a view."""
+    return _split(_rows(x, group.queries), group.num_slices)
+
+
+def _keys(x: Tensor, group: SliceGroup) -> Tensor:
+    """Return a group's key rows as a batch of its slices, a view."""
+    return _split(_rows(x, group.keys), group.num_slices)
+
+
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    """Return rows ``x[:, rows]``, or ``x`` itself if these are all: for short documents, each view counts."""
+    if rows.stop - rows.start == x.shape[1]:
+        return x
+    return x[:, rows]
+
+
+def _split(x: Tensor, num_slices: int) -> Tensor:
+    """Return rows [1, N·r, …] as a batch of N slices [N, r, …], a view; those of a single slice as they are."""
+    if num_slices == 1:
         return x
     # One call and not several: for short documents the calls take longer than the copies that they avoid.
-    shape = list(x.shape)
-    shape[:2] = group.num_slices, x.shape[1] // group.num_slices
-    return x.view(shape)
+    return x.view(num_slices, x.shape[1] // num_slices, *x.shape[2:])
 
 
 def _joined(x: Tensor, batch: int) -> Tensor:
@@ -298,7 +311,7 @@ class _Rows(NamedTuple):
 
     def of_group(self, group: SliceGroup) -> _Rows:
         """Return a group's rows, as a batch of its slices."""
-        parts = (None if x is None else _split(x[:, group.queries], group) for x in self)
+        parts = (None if x is None else _queries(x, group) for x in self)
         return _Rows._make(parts)
 
     def part(self, rows: slice, heads: slice) -> _Rows:
@@ -336,11 +349,11 @@ class _Op(NamedTuple):
     def forward_block(self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock) -> tuple[Tensor, Tensor]:
         """Compute one row block's output [B, r, H, V] as a partial result and float64 log-sum-exp [B, r, H]."""
         num_queries = block.q.stop - block.q.start
-        q = self.to_op_layout(q_BtHD, num_queries, block.q)
+        q = self.to_op_layout(_rows(q_BtHD, block.q), num_queries)
         out: Tensor | None = None
         lse: Tensor | None = None
         for tile in block.tiles:
-            k, v = self.to_op_layout(k_BsKD, num_queries, tile.k), self.to_op_layout(v_BsKV, num_queries, tile.k)
+            k, v = (self.to_op_layout(_rows(x, tile.k), num_queries) for x in (k_BsKD, v_BsKV))
             tile_out, tile_lse = _forward(
                 q, k, v, 0.0, _is_causal(tile), attn_mask=self._mask(block, tile), scale=self.scale
             )
@@ -369,7 +382,7 @@ class _Op(NamedTuple):
                 dout = dout * power
         D, V = self.sizes
         for tile in block.tiles:
-            k, v = self.to_op_layout(k_BsKD, num_queries, tile.k), self.to_op_layout(v_BsKV, num_queries, tile.k)
+            k, v = (self.to_op_layout(_rows(x, tile.k), num_queries) for x in (k_BsKD, v_BsKV))
             if self.rounds:  # the op would sum heads that share a key in its own dtype
                 k, v = (x.repeat_interleave(q.shape[1] // num_kv_heads, 1) for x in (k, v))
             mask = self._mask(block, tile)
@@ -395,7 +408,7 @@ class _Op(NamedTuple):
         # For short documents, filling memory with zeros and adding to them would take a fifth of the time.
         found = []
         for group, block in tiles:
-            k, v = (_split(x[:, group.keys], group) for x in (k_BsKD, v_BsKV))
+            k, v = (_keys(x, group) for x in (k_BsKD, v_BsKV))
             for _, dq, dk, dv in self.gradients(rows.of_group(group), k, v, block):
                 found.append([_joined(x, len(k_BsKD)) for x in (dq, dk, dv)])
         dq, dk, dv = found[0]
@@ -403,7 +416,7 @@ class _Op(NamedTuple):
             dq, dk, dv = (torch.cat([of_tile[side] for of_tile in found], 1) for side in range(3))
         return Gradients(dq, dk, dv)
 
-    def to_op_layout(self, x_BsHX: Tensor, num_queries: int, rows: slice = slice(None)) -> Tensor:
+    def to_op_layout(self, x_BsHX: Tensor, num_queries: int) -> Tensor:
         """Convert rows to the op's layout: [B, H, rows, size], the smaller head size padded with zeros.
 
         If ``num_queries``, the query row count, is large, rows become contiguous per head: the op takes 4 to 9 % longer
@@ -412,7 +425,7 @@ class _Op(NamedTuple):
         layout = torch.preserve_format
         if num_queries >= _PACKED_ROWS:
             layout = torch.contiguous_format
-        return self.fit(x_BsHX[:, rows].transpose(1, 2), layout)
+        return self.fit(x_BsHX.transpose(1, 2), layout)
 
     def fit(self, x_BHsX: Tensor, layout: torch.memory_format = torch.preserve_format) -> Tensor:
         """Convert to the op's dtype and pad to the larger head size."""
@@ -427,7 +440,9 @@ class _Op(NamedTuple):
 
     def to_partial_result(self, x: Tensor, size: int) -> Tensor:
         """Convert an op output to a partial result [B, rows, H, size]."""
-        return x.transpose(1, 2)[..., :size].to(accumulate_dtype(x.dtype))
+        if x.shape[-1] > size:
+            x = x[..., :size]
+        return as_dtype(x.transpose(1, 2), accumulate_dtype(x.dtype))
 
     def _mask(self, block: RowBlock, tile: Tile) -> Tensor | None:
         """Return a tile's additive mask, or None if the tile is full or causal from its top-left corner."""

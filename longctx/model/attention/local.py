@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -80,6 +80,7 @@ class LocalAttention(AttentionCore):
         """
         chosen = choose_kernel(self.kernel, self._request(mask, shapes))
         kernel, visible_rows = chosen.name, None
+        strided: list[Work] = []
         # A generated token's plan needs no slices: it sees every row that the cache keeps.
         if isinstance(chosen, CpuFlashKernel) and _is_newest(mask, shapes):
             return LocalPlan(
@@ -89,12 +90,14 @@ class LocalAttention(AttentionCore):
         if shapes.cached_tokens is None:
             shapes.check_whole(mask.documents)
             slices = document_slices(mask)
-            strided = strided_entries(mask, whole_documents(mask.documents.bounds))
+            if mask.stride:
+                strided = strided_entries(mask, whole_documents(mask.documents.bounds))
         else:
             visible_rows = num_visible_rows(mask, shapes)
             num_keys = visible_rows + shapes.tokens
             slices = continuation_slices(mask, shapes.tokens, num_keys)
-            strided = strided_entries(mask, continuation(shapes.tokens, num_keys))
+            if mask.stride:
+                strided = strided_entries(mask, continuation(shapes.tokens, num_keys))
         work = (Work(EVERY_ROW, EVERY_ROW, slice_table(slices)), *strided)
         return LocalPlan(shapes, kernel, work, visible_rows, num_reserved_rows(mask, shapes))
 
@@ -213,6 +216,7 @@ class LocalAttention(AttentionCore):
         )
 
 
+@lru_cache(maxsize=16)  # rows of images have the same documents
 def document_slices(mask: AttentionMask) -> tuple[AttentionSlice, ...]:
     """Build slices for every non-empty document in a mask; this process holds the full sequence."""
     if mask.key_documents is not None:
@@ -230,8 +234,7 @@ def continuation_slices(mask: AttentionMask, num_queries: int, num_keys: int) ->
 
 def strided_entries(mask: AttentionMask, pieces: list[StridedPiece]) -> list[Work]:
     """Build the stride's work beyond these pieces' windows, on each side that queries see."""
-    if not mask.stride or mask.window is None:
-        return []
+    assert mask.window is not None, "a stride without a window"
     before = strided_work(pieces, mask.window, mask.stride)
     if before is None:
         return []
