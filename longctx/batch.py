@@ -40,6 +40,9 @@ class PackedDocuments:
     padding: tuple[int, ...] | None = field(default=None, compare=False)
     """Indices of padding documents, ascending; None if unknown. Not compared: layouts, schedules and masks are the
     same."""
+    prefixes: tuple[int, ...] = ()
+    """Per document, the number of an earlier one that it continues, such as the prompt of two replies, or −1: its
+    tokens also see that document, and their positions follow it. Empty if each document stands alone."""
 
     # Fields, not properties: a compiled graph that counted the bounds would only be valid for one document count.
     num_tokens: int = field(init=False, compare=False, repr=False)
@@ -47,18 +50,28 @@ class PackedDocuments:
     num_documents: int = field(init=False, compare=False, repr=False)
     """Documents in the sequence, including empty ones."""
     longest: int = field(init=False, compare=False, repr=False)
-    """Length of the longest document that is not padding; 0 if all are."""
+    """Length of the longest document that is not padding, with its prefix; 0 if all are."""
     lengths: tuple[int, ...] = field(init=False, compare=False, repr=False)
     """Tokens per document."""
 
     def __post_init__(self) -> None:
-        self._set(self.bounds, tuple(map(operator.sub, self.bounds[1:], self.bounds)), self.padding)
+        self._set(self.bounds, tuple(map(operator.sub, self.bounds[1:], self.bounds)), self.padding, self.prefixes)
 
-    def _set(self, bounds: tuple[int, ...], lengths: tuple[int, ...], padding: tuple[int, ...] | None) -> None:
-        real_lengths = lengths
+    def _set(
+        self,
+        bounds: tuple[int, ...],
+        lengths: tuple[int, ...],
+        padding: tuple[int, ...] | None,
+        prefixes: tuple[int, ...],
+    ) -> None:
+        real_lengths: Sequence[int] = lengths
+        if prefixes:
+            real_lengths = [
+                n + (lengths[before] if before >= 0 else 0) for n, before in zip(lengths, prefixes, strict=True)
+            ]
         if padding:
             # RoPE frequencies that stretch with the length must not stretch with padding.
-            real_lengths = list(lengths)
+            real_lengths = list(real_lengths)
             for number in padding:
                 real_lengths[number] = 0
         # a single update instead of one call per field: reading a micro-batch of short rows takes only a few dozen
@@ -70,13 +83,16 @@ class PackedDocuments:
             longest=max(real_lengths, default=0),
             lengths=lengths,
             padding=padding,
+            prefixes=prefixes,
         )
 
     @classmethod
-    def of_lengths(cls, lengths: Sequence[int], padding: tuple[int, ...] | None = None) -> PackedDocuments:
-        """Build documents from these lengths, non-negative integers; ``padding`` as in the field."""
+    def of_lengths(
+        cls, lengths: Sequence[int], padding: tuple[int, ...] | None = None, prefixes: tuple[int, ...] = ()
+    ) -> PackedDocuments:
+        """Build documents from these lengths, non-negative integers; ``padding`` and ``prefixes`` as in the fields."""
         documents = cls.__new__(cls)
-        documents._set(tuple(accumulate(lengths, initial=0)), tuple(lengths), padding)
+        documents._set(tuple(accumulate(lengths, initial=0)), tuple(lengths), padding, prefixes)
         return documents
 
     @classmethod
@@ -119,7 +135,8 @@ class PackedDocuments:
         # in short documents padding costs no more attention than the real documents
         starts = range(self.num_tokens, num_tokens, self.longest or missing)
         added = range(self.num_documents, self.num_documents + len(starts))
-        return PackedDocuments((*self.bounds, *starts[1:], num_tokens), (*(self.padding or ()), *added))
+        bounds, padding = (*self.bounds, *starts[1:], num_tokens), (*(self.padding or ()), *added)
+        return PackedDocuments(bounds, padding, self.prefixes and self.prefixes + (-1,) * len(starts))
 
     def with_padding(self, document_ids: Tensor) -> PackedDocuments:
         """Return the same documents with ``padding`` taken from ``document_ids`` [B, T]: negative for padding.
@@ -131,7 +148,14 @@ class PackedDocuments:
         some = [number for number, length in enumerate(self.lengths) if length]
         is_padding = document_ids.flatten()[[self.bounds[number] for number in some]] < 0
         padding = tuple(number for number, is_one in zip(some, is_padding.tolist(), strict=True) if is_one)
-        return PackedDocuments(self.bounds, padding)
+        return PackedDocuments(self.bounds, padding, self.prefixes)
+
+    @property
+    def first_positions(self) -> tuple[int, ...]:
+        """Position of each document's first token: 0, or the length of its prefix."""
+        if not self.prefixes:
+            return (0,) * self.num_documents
+        return tuple(0 if number < 0 else self.lengths[number] for number in self.prefixes)
 
     def within(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return each document's overlap with tokens [start, stop): its index, first token there, and end.
@@ -173,7 +197,8 @@ class Stream:
     tokens: Tensor
     """Token ids, int64."""
     positions: Tensor
-    """Token position in its document, int64, restarting from 0 at every entry of ``cu_seqlens``."""
+    """Token position in its document, int64, restarting from 0 at every entry of ``cu_seqlens``; after a prefix, from
+    the prefix's length."""
     document_ids: Tensor
     """The token's document index in ``documents``, int64; ``PADDING_DOCUMENT`` for padding."""
     documents: PackedDocuments
@@ -198,6 +223,9 @@ class Stream:
     their text and 1 if not; ``IGNORED_TARGET`` at all other tokens. None if unused."""
     label_indices: Tensor | None = None
     """These first tokens as indices into [B·t], int64 [labelled], if known."""
+    reference_P2: Tensor | None = None
+    """Log-likelihoods of a record's two replies under a reference model, float64 [P, 2] for all records in the batch,
+    wherever their tokens are. NaN if unknown; None without replies to compare."""
     sources: Tensor | None = None
     """Source number per document [num_documents], int64, −1 for padding; None if all share one source."""
     source: Stream | None = None
@@ -291,7 +319,7 @@ class Stream:
     def to(self, device: torch.device) -> Self:
         """Move per-token tensors to ``device``; ``documents`` stay on the CPU, for schedules."""
         moved = self.map_tokens(lambda x: x.to(device, non_blocking=True))
-        rows = {name: getattr(self, name) for name in ("masked_indices", "label_indices")}
+        rows = {name: getattr(self, name) for name in ("masked_indices", "label_indices", "reference_P2")}
         rows = {name: x.to(device, non_blocking=True) for name, x in rows.items() if x is not None}
         source = self.source
         if source is not None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments, Stream, with_data_targets
+from longctx.kernels.dtypes import int64_tensor
 
 
 class DocumentEnd(IntEnum):
@@ -80,6 +82,8 @@ class CompactBatch:
     """First token of each document's second segment, int64 [D]; None if each document is one segment."""
     label_indices: Tensor | None = None
     """This rank's first tokens in labelled documents, with their ``Stream.labels``, int32 [2, labelled]."""
+    reference_P2: Tensor | None = None
+    """``Stream.reference_P2``."""
     pixels: Tensor | None = None
     """``Stream.pixels`` in this rank's token order, uint8 [B·t, C·P·P]."""
     num_targets: int
@@ -112,7 +116,7 @@ class CompactBatch:
     def _device_fields(self) -> tuple[str, ...]:
         """Names of the tensors that are copied to the device."""
         names = ("ids", "spans", "ends", "bounds")
-        optional = ("target_runs", "masked", "seconds", "label_indices", "pixels")
+        optional = ("target_runs", "masked", "seconds", "label_indices", "reference_P2", "pixels")
         return names + tuple(name for name in optional if getattr(self, name) is not None)
 
     @property
@@ -143,7 +147,7 @@ class CompactBatch:
             per_token = self.copied()
         else:
             per_token = self.unpack_by_lookup(device)
-        masked_indices = label_indices = None
+        masked_indices = label_indices = reference_P2 = None
         if self.seconds is not None:
             # Padding has id -1: look up document 0 for it, and mask it below.
             document_ids, seconds = per_token["document_ids"], self.seconds.to(device, non_blocking=True)
@@ -154,6 +158,8 @@ class CompactBatch:
             per_token["labels"] = torch.full_like(per_token["tokens"], IGNORED_TARGET).index_copy_(
                 0, label_indices, labels
             )
+        if self.reference_P2 is not None:
+            reference_P2 = self.reference_P2.to(device, non_blocking=True)
         if self.pixels is not None:
             per_token["pixels"] = self.pixels.to(device, non_blocking=True)
         if self.masked is not None:
@@ -168,6 +174,7 @@ class CompactBatch:
             documents=self.documents,
             masked_indices=masked_indices,
             label_indices=label_indices,
+            reference_P2=reference_P2,
             sources=self.sources,
             source=None,
             row_tokens=self.row_tokens,
@@ -184,8 +191,8 @@ class CompactBatch:
         tokens, next_token_ids, positions, document_ids = found.values()
         if self.target_runs is not None:
             found["loss_mask"] = torch.empty(num_local, dtype=torch.bool)
-        bounds, ends = self.documents.bounds, self.ends.tolist()
-        position_range = torch.arange(max(self.documents.lengths, default=0))
+        bounds, ends, first_positions = self.documents.bounds, self.ends.tolist(), self.documents.first_positions
+        position_range = torch.arange(max(map(add, self.documents.lengths, first_positions), default=0))
         local = 0
         for span in map(TokenSpan._make, self.spans.tolist()):
             start, count, step, at = span
@@ -199,7 +206,7 @@ class CompactBatch:
                 if not num:
                     continue
                 begin = local + (first - start) // step
-                into, place = slice(begin, begin + num), first - bounds[number]
+                into, place = slice(begin, begin + num), first - bounds[number] + first_positions[number]
                 positions[into] = position_range[place : place + (num - 1) * step + 1 : step]
                 if ends[number] == DocumentEnd.PADDING:
                     document_ids[into], next_token_ids[into] = PADDING_DOCUMENT, IGNORED_TARGET
@@ -262,6 +269,8 @@ class CompactBatch:
             "positions": index - bounds[document],
             "document_ids": document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT),
         }
+        if self.documents.prefixes:
+            found["positions"] += int64_tensor(self.documents.first_positions).to(device, non_blocking=True)[document]
         if target_runs is not None:
             found["loss_mask"] = _inside(target_runs, index)
         return found

@@ -52,6 +52,8 @@ def plan_layers(
             "model.causal=false: tokens see both sides, so none can be added to those that a cache has. Generation "
             "needs model.causal=true."
         )
+    if documents.prefixes and not can_share_prefixes(config):
+        raise ConfigError("documents with a prefix need causal softmax attention in all layers, without a stride.")
     # One plan per mixer, not per layer: a plan is work on the CPU, and collective if ranks must agree on it.
     plans = {}
     for mixer in mixers_of(config):
@@ -62,6 +64,12 @@ def plan_layers(
         mask = AttentionMask(documents, mixer.causal, mixer.window or None, stride=mixer.stride, image_windows=windows)
         plans[mixer] = cores[mixer].plan(mask, shapes, placement)
     return documents, plans
+
+
+def can_share_prefixes(config: ModelConfig) -> bool:
+    """Return whether documents may continue another one in the row (``PackedDocuments.prefixes``)."""
+    # A state or a stride would have to continue from the prefix's last token.
+    return all(mixer.causal and mixer.has_scores and not mixer.stride for mixer in mixers_of(config))
 
 
 def cross_call(

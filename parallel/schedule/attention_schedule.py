@@ -50,6 +50,8 @@ class Schedule(RingWork):
         Raise ConfigError if the boundaries do not ascend from 0 to the layout's token count, or the mask is invalid.
         """
         documents = PackedDocuments.of(cu_seqlens, layout.num_tokens)
+        if documents.prefixes:
+            raise ConfigError("documents over ranks cannot share a prefix yet: give each one its own copy.")
         check_window(window, sink_tokens)
         check_stride(stride, window, sink_tokens)
         if key_layout is None:

@@ -222,7 +222,25 @@ def document_slices(mask: AttentionMask) -> tuple[AttentionSlice, ...]:
     if mask.key_documents is not None:
         document_spans = zip(pairwise(mask.documents.bounds), pairwise(mask.key_documents.bounds), strict=True)
         return tuple(AttentionSlice(a, b, c, d) for (a, b), (c, d) in document_spans if a < b and c < d)
-    return tuple(part for a, b in pairwise(mask.documents.bounds) for part in _visible(a, b, mask))
+    own = tuple(part for a, b in pairwise(mask.documents.bounds) for part in _visible(a, b, mask))
+    return own + tuple(_prefix_slices(mask))
+
+
+def _prefix_slices(mask: AttentionMask) -> Iterator[AttentionSlice]:
+    """Yield the slices between each document and its prefix."""
+    bounds = mask.documents.bounds
+    for number, prefix in enumerate(mask.documents.prefixes):
+        a, b = bounds[number : number + 2]
+        if prefix < 0 or a == b:
+            continue
+        c, d = bounds[prefix : prefix + 2]
+        # Query i follows the prefix's last key as if it were at row i − between.
+        between, hi = a - d, None
+        if mask.window is not None:
+            b, c = min(b, a + mask.window - 1), max(c, d - mask.window + 1)
+            hi = mask.window - 1 + between
+        if a < b and c < d:
+            yield AttentionSlice(a, b, c, d, hi=hi, offset=-between)
 
 
 def continuation_slices(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[AttentionSlice, ...]:
