@@ -20,6 +20,7 @@ from data_pipeline.rows.text_segments import SegmentRule
 from data_pipeline.rows.token_masking import MaskRule
 from launcher.config.data_section import DataSection
 from longctx.config import ModelConfig
+from longctx.preference_options import PreferenceOptions
 
 LEAST_CHUNK = 1024
 """Smallest chunk that train.chunk_tokens=auto chooses: smaller matmuls do not fill a GPU."""
@@ -153,10 +154,11 @@ class TrainSection:
     spike_sigmas: float = 0.0
     """A step with a loss or gradient norm more than this many standard deviations above the mean of the last 128 is a
     spike (6 is usual); 0: no step is."""
-    objective: Literal["causal", "masked", "spans", "classes"] = "causal"
+    objective: Literal["causal", "masked", "spans", "classes", "preferences"] = "causal"
     """Prediction target: the next token (causal), in pairs that of the target; spans that data.mask_rate removes from a
     text, given the rest (spans, T5, with an encoder); tokens that it hides in their text (masked, BERT), which needs
-    model.causal=false; or an image's class (classes), which needs model.classes."""
+    model.causal=false; an image's class (classes), which needs model.classes; or, of two replies, the preferred one
+    (preferences, with the loss in [preference])."""
     z_loss: float = 0.0
     """Weight for the squared log-sum-exp of each target's logits, which keeps the softmax normalized (PaLM: 1e-4)."""
     label_smoothing: float = 0.0
@@ -327,6 +329,7 @@ class RunConfig:
     model: ModelSection = field(default_factory=lambda: ModelSection(**vars(PLAIN)))
     data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)
+    preference: PreferenceOptions = field(default_factory=PreferenceOptions)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     zero: ZeroSection = field(default_factory=ZeroSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

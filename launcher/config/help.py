@@ -63,6 +63,7 @@ _EXAMPLES = {
     ),
     "data": (f"{_START} --config run.toml --data.train runs/long-data --data.seq_len 131072",),
     "train": (f"{_START} --config run.toml --train.lr 2e-5 --train.steps 400 --train.keep attention",),
+    "preference": (f"{_START} --config run.toml --train.objective preferences --preference.loss dpo",),
     "parallel": (f"{_START} --ranks 8 --config run.toml --parallel.context 8 --parallel.ulysses 2",),
     "zero": (f"{_START} --config run.toml --zero.stage 3",),
     "checkpoint": (f"{_START} --config run.toml --checkpoint.every_steps 50 --checkpoint.keep_last 4",),

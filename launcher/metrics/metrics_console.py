@@ -106,6 +106,9 @@ def _train_parts(record: Mapping[str, Any]) -> dict[str, str]:
     formats = (
         ("loss", lambda x: f"loss {x:.4f}"),
         ("class_accuracy", lambda x: f"accuracy {x:.1%}"),
+        ("preference_accuracy", lambda x: f"preferred {x:.1%}"),
+        ("reward_margin", lambda x: f"margin {x:.3f}"),
+        ("reference_kl", lambda x: f"kl {x:.3f}"),
         ("grad_norm", lambda x: f"grad {x:.2f}"),
         ("lr", lambda x: f"lr {x:.1e}"),
         ("tokens", lambda x: f"{short_number(x)} tokens"),
@@ -148,6 +151,8 @@ def _validation_parts(record: Mapping[str, Any]) -> dict[str, str]:
             parts["class_accuracy"] = f"accuracy {record['class_accuracy']:.1%}"
             name = "the entropy of the classes"
         parts["frequencies"] = f"{distance:.4f} nats {side} {name} {entropy:.4f}"
+    if record.get("preference_accuracy") is not None:
+        parts["preference_accuracy"] = f"preferred {record['preference_accuracy']:.1%}"
     if record.get("num_targets") is not None:
         parts["num_targets"] = f"{short_number(record['num_targets'])} targets"
     return parts

@@ -15,6 +15,7 @@ from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.training_pass import Execution
 from longctx.objectives.build import Objective
 from longctx.objectives.task import Task
+from longctx.preference_options import PreferenceOptions
 from parallel.layout.sequence import SequenceLayout, num_parts
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
@@ -60,13 +61,21 @@ def build_task(
 
 def objective_of(config: ResolvedConfig) -> Objective:
     """Return the training objective for a run's network."""
-    train = config.train
+    train, preference = config.train, config.preference
     return Objective(
         train.objective,
         z_loss=train.z_loss,
         label_smoothing=train.label_smoothing,
         mtp_weight=train.mtp_weight,
         class_weight=train.class_weight,
+        preference=PreferenceOptions(
+            loss=preference.loss,
+            beta=preference.beta,
+            margin=preference.margin,
+            nll_weight=preference.nll_weight,
+            desirable_weight=preference.desirable_weight,
+            undesirable_weight=preference.undesirable_weight,
+        ),
     )
 
 

@@ -150,6 +150,7 @@ class TrainStep:
             **degree_record(step.data.degrees),
             **pair_record(totals, counts),
             **class_record(totals, counts),
+            **preference_record(totals, counts),
             **mtp_record(totals, counts),
             **expert_record(totals, run.expert_layers, counts["tokens"]),
         }
@@ -218,6 +219,23 @@ def class_record(totals: StepTotals, counts: Counts) -> Record:
     # If classes are the only objective, their loss is the step's.
     if "class" in totals.sums:
         record["class_loss"] = totals.sums["class"] / labels
+    return record
+
+
+def preference_record(totals: StepTotals, counts: Counts) -> Record:
+    """Return a train record's fields about preferences; empty for other objectives."""
+    sums = totals.sums
+    if "right_preferences" not in sums:
+        return {}
+    records = max(1, counts["labels"])
+    record = {
+        "preference_accuracy": sums["right_preferences"] / records,
+        "reward_margin": sums["margin"] / records,
+        "first_reward": sums["first_reward"] / records,
+        "second_reward": sums["second_reward"] / records,
+    }
+    if "kl" in sums:
+        record["reference_kl"] = sums["kl"] / records
     return record
 
 

@@ -50,7 +50,7 @@ def validate(
     nll_by_source = torch.zeros(len(source_names), dtype=torch.float64)
     targets_by_source = torch.zeros(len(source_names), dtype=torch.int64)
     histogram = torch.zeros(vocab_size, dtype=torch.int64)
-    right, is_class = torch.zeros(1, dtype=torch.int64), False
+    right, accuracy, has_frequencies = torch.zeros(1, dtype=torch.int64), "", True
     for shard in shards:
         if should_stop():
             return None
@@ -58,7 +58,11 @@ def validate(
         # float64 on the CPU: in float32 bincount loses a token's loss once a bin holds millions of them.
         scores = task.score(batch)
         nll = scores.nll_Bt.flatten().double().cpu()
-        targets, positions = (x.flatten().cpu() for x in (batch.targets, batch.positions))
+        scored_Bt = batch.targets
+        if scores.targets_Bt is not None:
+            # Which reply is preferred does not follow from frequencies.
+            scored_Bt, has_frequencies = scores.targets_Bt, False
+        targets, positions = (x.flatten().cpu() for x in (scored_Bt, batch.positions))
         is_target = targets != IGNORED_TARGET
         # Positions are passed along with the tokens, so any layout counts them into the same bins.
         bins = torch.bucketize(positions, torch.tensor(edges), right=True)[is_target] - 1
@@ -71,7 +75,7 @@ def validate(
             targets_by_source += torch.bincount(sources, minlength=len(source_names))
         histogram += torch.bincount(targets[is_target], minlength=vocab_size)
         if scores.right_Bt is not None:
-            is_class = True
+            accuracy = scores.accuracy
             right += scores.right_Bt.sum().cpu()
     for total in (nll_by_bin, targets_by_bin, nll_by_source, targets_by_source, histogram, right):
         sum_over_ranks(total)
@@ -88,8 +92,10 @@ def validate(
         "num_targets": num_targets,
         "loss_by_position": _by_position(edges, seq_len, nll_by_bin, targets_by_bin),
     }
-    if is_class and num_targets:
-        record["class_accuracy"] = int(right) / num_targets
+    if accuracy and num_targets:
+        record[accuracy] = int(right) / num_targets
+    if not has_frequencies:
+        record["unigram_entropy"] = None
     # For a mixture with one source it equals the loss.
     if len(source_names) > 1:
         record["loss_by_source"] = _by_source(source_names, nll_by_source, targets_by_source)

@@ -61,6 +61,12 @@ def mixers_of(config: ModelFields) -> Mapping[Mixer, int]:
     return MappingProxyType(counts)
 
 
+def can_share_prefixes(config: ModelFields) -> bool:
+    """Return whether documents may continue another one in their row (``PackedDocuments.prefixes``)."""
+    # A state or a stride would have to continue from the prefix's last token.
+    return all(mixer.causal and mixer.has_scores and not mixer.stride for mixer in mixers_of(config))
+
+
 def _norm_order(config: ModelFields, mixer: Mixer) -> str:
     if config.norm_order != "hybrid":
         return config.norm_order

@@ -85,12 +85,13 @@ def loss_sums(
     matmul_mode: MatmulMode = "native",
     chunk_tokens: int | None = None,
     run: RegionRunner = call_function,
+    weights_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (Σ objective, Σ −log softmax(logits)[target]) over all targets that are not ignored.
+    """Return (Σ weight · objective, Σ −log softmax(logits)[target]) over all targets that are not ignored.
 
     Both are float32 scalars (float64 for float64 inputs). ``LossOptions`` defines the logits. The first sum has a
     gradient; the second, the plain negative log-likelihood, is for reporting and has none. Targets are token ids or
-    ``IGNORED_TARGET``.
+    ``IGNORED_TARGET``. ``weights_N``, of any sign and without gradient, defaults to 1 for each token.
 
     ``chunk_tokens`` limits the tokens whose logits exist at a time. The default uses 64 MiB for logits, or a quarter of
     the memory that the weight's gradient takes; on an accelerator 8,192 tokens, or as many as have 2^29 logits. The
@@ -98,8 +99,12 @@ def loss_sums(
     calls the function that turns logits into losses if a gradient is needed.
     """
     if torch.is_grad_enabled() and (hidden_NM.requires_grad or weight_VM.requires_grad):
-        return _LossSums.apply(hidden_NM, weight_VM, bias_V, targets_N, options, matmul_mode, chunk_tokens, run)
-    computed = sums_and_gradients(hidden_NM, weight_VM, targets_N, options, matmul_mode, bias_V, chunk_tokens)
+        return _LossSums.apply(
+            hidden_NM, weight_VM, bias_V, targets_N, weights_N, options, matmul_mode, chunk_tokens, run
+        )
+    computed = sums_and_gradients(
+        hidden_NM, weight_VM, targets_N, options, matmul_mode, bias_V, chunk_tokens, weights_N=weights_N
+    )
     return as_scalars(computed.sums, hidden_NM.dtype)
 
 
@@ -120,7 +125,7 @@ def token_nll(
     """
     nll_N = hidden_NM.new_zeros(len(targets_N), dtype=accumulate_dtype(hidden_NM.dtype))
     for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, bias_V, matmul_mode, chunk_tokens):
-        losses_4n, _ = losses_(logits_nV, targets_N[chunk], options, with_gradient=False)
+        losses_4n, _ = losses_(logits_nV, targets_N[chunk], options, None, with_gradient=False)
         nll_N[chunk] = losses_4n[1]
     return nll_N
 
@@ -135,6 +140,7 @@ class _LossSums(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        weights: Tensor | None,
         options: LossOptions,
         matmul_mode: MatmulMode,
         chunk_tokens: int | None,
@@ -142,7 +148,16 @@ class _LossSums(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wanted = ctx.needs_input_grad[:2]
         computed = sums_and_gradients(
-            hidden, weight, targets, options, matmul_mode, bias, chunk_tokens, wanted=wanted, run=run
+            hidden,
+            weight,
+            targets,
+            options,
+            matmul_mode,
+            bias,
+            chunk_tokens,
+            wanted=wanted,
+            run=run,
+            weights_N=weights,
         )
         ctx.save_for_backward(computed.dhidden_NM, computed.dweight_VM, computed.dbias_V)
         ctx.weight_dtype = weight.dtype
@@ -161,7 +176,7 @@ class _LossSums(torch.autograd.Function):
             dweight = scaled(dweight, dobjective, ctx.weight_dtype)
         if dbias is not None:
             dbias = (dbias * dobjective).to(ctx.weight_dtype)
-        return dhidden, dweight, dbias, None, None, None, None, None
+        return dhidden, dweight, dbias, None, None, None, None, None, None
 
 
 def scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -200,6 +215,7 @@ def sums_and_gradients(
     dweight_VM: Tensor | None = None,
     dbias_V: Tensor | None = None,
     *,
+    weights_N: Tensor | None = None,
     with_softmax: bool = False,
 ) -> SumsAndGradients:
     """Compute ``loss_sums`` and, if ``wanted``, the objective's gradients, without backward's factor.
@@ -220,7 +236,9 @@ def sums_and_gradients(
     if wanted[1] and bias_V is not None and dbias_V is None:
         dbias_V = torch.zeros_like(bias_V, dtype=partial)
     for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, bias_V, matmul_mode, chunk_tokens):
-        losses_4n, dlogits_nV = losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted), run=run)
+        losses_4n, dlogits_nV = losses_(
+            logits_nV, targets_N[chunk], options, _part(weights_N, chunk), with_gradient=any(wanted), run=run
+        )
         sums += losses_4n[:2].sum(1, dtype=torch.float64)
         if softmax_2N is not None:
             softmax_2N[:, chunk] = losses_4n[2:]
@@ -246,6 +264,7 @@ def gradient_of_rows(
     options: LossOptions,
     matmul_mode: MatmulMode,
     dweight_vM: Tensor | None = None,
+    weights_N: Tensor | None = None,
 ) -> Tensor:
     """Return the gradient for ``weight_vM``, the weight's ``rows`` v, as ``sums_and_gradients`` would.
 
@@ -253,7 +272,10 @@ def gradient_of_rows(
     """
     product_vM: Tensor | None = None
     for chunk, hidden_nM, logits_nv in _chunks(hidden_NM, weight_vM, None, matmul_mode, None):
-        _gradient_of_logits_(logits_nv, targets_N[chunk], softmax_2N[:, chunk], rows.start, vocab_size, options)
+        weights_n = _part(weights_N, chunk)
+        _gradient_of_logits_(
+            logits_nv, targets_N[chunk], weights_n, softmax_2N[:, chunk], rows.start, vocab_size, options
+        )
         dweight_vM, product_vM = _plus_gradient(dweight_vM, logits_nv, hidden_nM, product_vM)
     if dweight_vM is None:  # no local tokens
         dweight_vM = torch.zeros_like(weight_vM, dtype=accumulate_dtype(hidden_NM.dtype))
@@ -364,10 +386,17 @@ def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
+def _part(weights_N: Tensor | None, tokens: slice) -> Tensor | None:
+    if weights_N is None:
+        return None
+    return weights_N[tokens]
+
+
 def losses_(
     logits_nV: Tensor,
     targets_n: Tensor,
     options: LossOptions,
+    weights_n: Tensor | None = None,
     *,
     with_gradient: bool,
     run: RegionRunner = call_function,
@@ -380,13 +409,14 @@ def losses_(
     """
     # On a CPU the blocks below stay in cache, which beats any compiled loop over a vocabulary.
     if run is not call_function and not on_cpu(logits_nV):
-        return run(whole_losses, logits_nV, targets_n, options, with_gradient, tokens_dim=0)
+        return run(whole_losses, logits_nV, targets_n, options, with_gradient, weights_n, tokens_dim=0)
     # exponentials over the vocabulary are summed in float32 for any matmul dtype
     partial = accumulate_dtype(logits_nV.dtype)
     losses_4n = logits_nV.new_empty(4, len(logits_nV), dtype=partial)
     for block in row_tiles(len(logits_nV), _rows_of_block(logits_nV)):
         block_rV = logits_nV[block].to(partial)  # the logits themselves if they have this dtype
-        for row, values_r in enumerate(_block_losses_(block_rV, targets_n[block], options, with_gradient)):
+        found = _block_losses_(block_rV, targets_n[block], options, with_gradient, _part(weights_n, block))
+        for row, values_r in enumerate(found):
             losses_4n[row, block] = values_r
         if with_gradient and partial != logits_nV.dtype:
             logits_nV[block] = block_rV
@@ -394,7 +424,13 @@ def losses_(
 
 
 def _gradient_of_logits_(
-    logits_nv: Tensor, targets_n: Tensor, softmax_2n: Tensor, first: int, vocab_size: int, options: LossOptions
+    logits_nv: Tensor,
+    targets_n: Tensor,
+    weights_n: Tensor | None,
+    softmax_2n: Tensor,
+    first: int,
+    vocab_size: int,
+    options: LossOptions,
 ) -> None:
     """Replace the logits for the vocabulary shard starting at ``first`` by their gradient."""
     partial = accumulate_dtype(logits_nv.dtype)
@@ -407,27 +443,32 @@ def _gradient_of_logits_(
         chosen_r1 = targets_r.unsqueeze(1) - first
         is_local_r1 = is_valid_r1 & (chosen_r1 >= 0) & (chosen_r1 < exp_rv.shape[1])
         target = (chosen_r1, is_local_r1)
-        _gradient_of_exponentials_(exp_rv, (peak_r1, sum_exp_r1), is_valid_r1, target, slope_rv, options, vocab_size)
+        factor_r1 = _factor(is_valid_r1, _part(weights_n, block), options, exp_rv.dtype)
+        _gradient_of_exponentials_(exp_rv, (peak_r1, sum_exp_r1), factor_r1, target, slope_rv, options, vocab_size)
         if block_rv.dtype != logits_nv.dtype:
             logits_nv[block] = block_rv
 
 
 def whole_losses(
-    logits_nV: Tensor, targets_n: Tensor, options: LossOptions, with_gradient: bool
+    logits_nV: Tensor,
+    targets_n: Tensor,
+    options: LossOptions,
+    with_gradient: bool,
+    weights_n: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``losses_`` without row blocks and without writing to the logits.
 
     For use under a compiler, which fuses instead. Without ``with_gradient`` the second result is empty.
     """
     upcast_nV = logits_nV.to(accumulate_dtype(logits_nV.dtype), copy=True)
-    losses = torch.stack(_block_losses_(upcast_nV, targets_n, options, with_gradient))
+    losses = torch.stack(_block_losses_(upcast_nV, targets_n, options, with_gradient, weights_n))
     if not with_gradient:
         return losses, logits_nV.new_empty(0)
     return losses, upcast_nV.to(logits_nV.dtype)
 
 
 def _block_losses_(
-    logits_rV: Tensor, targets_r: Tensor, options: LossOptions, with_gradient: bool
+    logits_rV: Tensor, targets_r: Tensor, options: LossOptions, with_gradient: bool, weights_r: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute one row block's losses, largest logits and exponential sums, and, in place, its gradient."""
     # With p the softmax and f the derivative of scale and cap, a logit's gradient is f · ((1 + 2 · z_loss · lse) · p −
@@ -452,20 +493,29 @@ def _block_losses_(
     objective_r1 = log_sum_exp_r1 - smooth_score_r1
     if z_loss:
         objective_r1 += z_loss * lse_r1.square()
+    if weights_r is not None:
+        objective_r1 = objective_r1 * weights_r.unsqueeze(1)
 
     if with_gradient:
-        _gradient_of_exponentials_(
-            exp_rV, (peak_r1, sum_exp_r1), is_valid_r1, (chosen_r1, is_valid_r1), slope_rV, options, exp_rV.shape[1]
-        )
+        factor_r1, target = _factor(is_valid_r1, weights_r, options, exp_rV.dtype), (chosen_r1, is_valid_r1)
+        _gradient_of_exponentials_(exp_rV, (peak_r1, sum_exp_r1), factor_r1, target, slope_rV, options, exp_rV.shape[1])
 
     objective_r, nll_r = (x.where(is_valid_r1, 0).squeeze(1) for x in (objective_r1, log_sum_exp_r1 - score_r1))
     return objective_r, nll_r, peak_r1.squeeze(1), sum_exp_r1.squeeze(1)
 
 
+def _factor(is_valid_r1: Tensor, weights_r: Tensor | None, options: LossOptions, dtype: torch.dtype) -> Tensor:
+    """Return the factor on each token's gradient of the scaled logits."""
+    factor_r1 = is_valid_r1.to(dtype) * options.logit_scale
+    if weights_r is None:
+        return factor_r1
+    return factor_r1 * weights_r.unsqueeze(1).to(dtype)
+
+
 def _gradient_of_exponentials_(
     exp_rV: Tensor,
     softmax: tuple[Tensor, Tensor],
-    is_valid_r1: Tensor,
+    factor_r1: Tensor,
     target: tuple[Tensor, Tensor],
     slope_rV: Tensor | None,
     options: LossOptions,
@@ -476,12 +526,11 @@ def _gradient_of_exponentials_(
     ``softmax`` holds the largest logits and the exponential sums, ``target`` the target columns and an in-range mask.
     """
     smoothing, (peak_r1, sum_exp_r1), (chosen_r1, is_local_r1) = options.label_smoothing, softmax, target
-    weight_r1 = is_valid_r1.to(exp_rV.dtype) * options.logit_scale
     lse_r1 = peak_r1 + sum_exp_r1.log()
-    dlogits_rV = exp_rV.mul_((1 + 2 * options.z_loss * lse_r1) / sum_exp_r1 * weight_r1)
+    dlogits_rV = exp_rV.mul_((1 + 2 * options.z_loss * lse_r1) / sum_exp_r1 * factor_r1)
     if smoothing:
-        dlogits_rV.sub_(weight_r1 * (smoothing / vocab_size))
-    dlogits_rV.scatter_add_(1, chosen_r1.where(is_local_r1, 0), weight_r1 * (smoothing - 1) * is_local_r1)
+        dlogits_rV.sub_(factor_r1 * (smoothing / vocab_size))
+    dlogits_rV.scatter_add_(1, chosen_r1.where(is_local_r1, 0), factor_r1 * (smoothing - 1) * is_local_r1)
     if slope_rV is not None:
         dlogits_rV.mul_(slope_rV)
 

@@ -30,7 +30,7 @@ from longctx.model.attention.kv_cache import KVCache, TokenChunk
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.sequences import PassCache, SequencesCache, SequencesCore
 from longctx.model.block import LayerCall
-from longctx.model.chunks.chunked_head import chunked_loss_sums
+from longctx.model.chunks.chunked_head import chunked_loss_sums, chunked_token_nll
 from longctx.model.chunks.chunked_layer import chunked_layer
 from longctx.model.chunks.residual_stream import ResidualStream, new_stream
 from longctx.model.document_head import build_class_head, build_pair_head
@@ -223,21 +223,32 @@ class Decoder(nn.Module):
         *,
         stream: ResidualStream | None = None,
         norm: nn.Module | None = None,
+        weights_Bt: Tensor | None = None,
         **options: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return Σ objective (with gradient) and Σ negative log-likelihood (without) in float32.
+        """Return Σ weight · objective (with gradient) and Σ negative log-likelihood (without) in float32.
 
         Logits for all tokens never exist at once. With a ``stream`` its handle from ``forward`` replaces the hidden
         states, and its last ``norm``, by default the model's, is applied here. A target's objective is its
         label-smoothed negative log-likelihood plus the z-loss; ``options`` are the two in ``LossOptions``.
+        ``weights_Bt`` as in the kernel's ``loss_sums``.
         """
-        by_chunks = None if stream is None else partial(chunked_loss_sums, stream, self._before_head(norm))
-        table = self.model.embed_tokens
-        return self.lm_head(hidden_BtM, table=table, targets_Bt=targets_Bt, by_chunks=by_chunks, **options)
+        table, by_chunks = self.model.embed_tokens, None
+        if stream is not None:
+            by_chunks = partial(chunked_loss_sums, stream, self._before_head(norm), weights_Bt=weights_Bt)
+        return self.lm_head(
+            hidden_BtM, table=table, targets_Bt=targets_Bt, by_chunks=by_chunks, weights_Bt=weights_Bt, **options
+        )
 
-    def token_nll(self, hidden_BtM: Tensor, targets_Bt: Tensor) -> Tensor:
-        """Compute each token's negative log-likelihood [B, t], float32, without gradient; 0 for ignored targets."""
-        return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, per_token=True)
+    def token_nll(self, hidden_BtM: Tensor, targets_Bt: Tensor, stream: ResidualStream | None = None) -> Tensor:
+        """Compute each token's negative log-likelihood [B, t], float32, without gradient; 0 for ignored targets.
+
+        ``stream`` as in ``loss_sums``; it keeps its values.
+        """
+        table, by_chunks = self.model.embed_tokens, None
+        if stream is not None:
+            by_chunks = partial(chunked_token_nll, stream, self._before_head(None))
+        return self.lm_head(hidden_BtM, table=table, targets_Bt=targets_Bt, per_token=True, by_chunks=by_chunks)
 
     def selection_biases(self) -> list[Tensor]:
         """Return the buffers [E] that routers add to choose experts, one per expert layer if the model has them."""

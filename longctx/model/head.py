@@ -33,14 +33,18 @@ class HeadCalls(NamedTuple):
     """A head's functions, with all token-independent arguments bound."""
 
     loss: Callable[..., SumsAndGradients]
-    """``sums_and_gradients``, called with (hidden_NM, targets_N=, wanted=, dweight_VM=, dbias_V=, with_softmax=)."""
+    """``sums_and_gradients``, called with (hidden_NM, targets_N=, weights_N=, wanted=, dweight_VM=, dbias_V=,
+    with_softmax=)."""
     gradient: Callable[..., Tensor]
-    """``gradient_of_rows``, called with (hidden_NM, weight_vM, targets_N, softmax_2N, rows, vocab_size, dweight_vM=).
-    """
+    """``gradient_of_rows``, called with (hidden_NM, weight_vM, targets_N, softmax_2N, rows, vocab_size, dweight_vM=,
+    weights_N=)."""
+    nll: Callable[..., Tensor]
+    """``token_nll``, called with (hidden_NM, targets_N=)."""
 
 
-LossByChunks = Callable[[Tensor, Tensor, Tensor | None, Tensor, HeadCalls], tuple[Tensor, Tensor]]
-"""``loss_sums`` from a stream's handle, the output matrix, its bias, the targets and the head's functions."""
+HeadByChunks = Callable[[Tensor, Tensor, Tensor | None, Tensor, HeadCalls], Tensor | tuple[Tensor, Tensor]]
+"""``loss_sums`` or ``token_nll`` from a stream's handle, the output matrix, its bias, the targets and the head's
+functions."""
 
 
 class HeadTransform(nn.Module):
@@ -95,7 +99,8 @@ class LMHead(nn.Module):
         per_token: bool = False,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
-        by_chunks: LossByChunks | None = None,
+        by_chunks: HeadByChunks | None = None,
+        weights_Bt: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits [B, t, V]; with targets the pair from ``loss_sums``, or with ``per_token`` each token's NLL
         [B, t].
@@ -122,13 +127,24 @@ class LMHead(nn.Module):
                 run=self.run,
             )
             rows = partial(gradient_of_rows, options=options, matmul_mode=self.matmul_mode)
-            return by_chunks(hidden_BtM, weight_VM, self.bias, targets_Bt, HeadCalls(compute, rows))
+            nll = partial(
+                token_nll, weight_VM=weight_VM, bias_V=self.bias, options=options, matmul_mode=self.matmul_mode
+            )
+            return by_chunks(hidden_BtM, weight_VM, self.bias, targets_Bt, HeadCalls(compute, rows, nll))
         hidden_NM, targets_N, bias_V = hidden_BtM.flatten(0, 1), targets_Bt.flatten(), self.bias
         if per_token:
             nll_N = token_nll(hidden_NM, weight_VM, targets_N, bias_V, options=options, matmul_mode=self.matmul_mode)
             return nll_N.view_as(targets_Bt)
+        weights_N = None if weights_Bt is None else weights_Bt.flatten()
         return loss_sums(
-            hidden_NM, weight_VM, targets_N, bias_V, options=options, matmul_mode=self.matmul_mode, run=self.run
+            hidden_NM,
+            weight_VM,
+            targets_N,
+            bias_V,
+            options=options,
+            matmul_mode=self.matmul_mode,
+            run=self.run,
+            weights_N=weights_N,
         )
 
     def _logits(self, hidden_BtM: Tensor, weight_VM: Tensor) -> Tensor:

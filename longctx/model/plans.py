@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.architecture.layer_specs import groups_of, mixers_of
+from longctx.architecture.layer_specs import can_share_prefixes, groups_of, mixers_of
 from longctx.architecture.mixers.image_window_mixer import ImageWindowMixer
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.batch import PackedDocuments
@@ -64,12 +64,6 @@ def plan_layers(
         mask = AttentionMask(documents, mixer.causal, mixer.window or None, stride=mixer.stride, image_windows=windows)
         plans[mixer] = cores[mixer].plan(mask, shapes, placement)
     return documents, plans
-
-
-def can_share_prefixes(config: ModelConfig) -> bool:
-    """Return whether documents may continue another one in the row (``PackedDocuments.prefixes``)."""
-    # A state or a stride would have to continue from the prefix's last token.
-    return all(mixer.causal and mixer.has_scores and not mixer.stride for mixer in mixers_of(config))
 
 
 def cross_call(

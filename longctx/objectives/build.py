@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -13,17 +13,26 @@ from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.classes import Classes
 from longctx.objectives.document_labels import ReduceSums
 from longctx.objectives.masked_lm import MaskedLM
+from longctx.objectives.preferences import Preferences
 from longctx.objectives.routed_task import RoutedTask, identity
 from longctx.objectives.task import Task
 from longctx.objectives.token_prediction import Shift, TokenPrediction, next_values
+from longctx.preference_options import PreferenceOptions
 
-TASKS: dict[str, type[RoutedTask]] = {"causal": CausalLM, "masked": MaskedLM, "spans": CausalLM, "classes": Classes}
+TASKS: dict[str, type[RoutedTask]] = {
+    "causal": CausalLM,
+    "masked": MaskedLM,
+    "spans": CausalLM,
+    "classes": Classes,
+    "preferences": Preferences,
+}
 """Objectives that a config can name (``train.objective``)."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Objective and its options: keys in ``[train]``, from ``launcher.training.task_builder.objective_of``."""
+    """Objective and its options, keys in ``[train]`` and ``[preference]``, from
+    ``launcher.training.task_builder.objective_of``."""
 
     name: str = "causal"
     """A key in ``TASKS``."""
@@ -31,6 +40,7 @@ class Objective:
     label_smoothing: float = 0.0
     mtp_weight: float = 0.0
     class_weight: float = 0.0
+    preference: PreferenceOptions = field(default_factory=PreferenceOptions)
 
 
 NEXT_TOKEN = Objective()
@@ -51,6 +61,8 @@ def build_objective(
     kind = TASKS[objective.name]
     if issubclass(kind, Classes):
         return kind(network, reduce_counts, reduce_sums, label_smoothing=objective.label_smoothing)
+    if issubclass(kind, Preferences):
+        return kind(network, reduce_counts, reduce_sums, options=objective.preference)
     assert issubclass(kind, TokenPrediction)
     return kind(
         network,

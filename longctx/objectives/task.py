@@ -59,6 +59,10 @@ class TokenScores(NamedTuple):
     """Negative log-likelihood [B, t], float32, without gradient; 0 if the target is ignored."""
     right_Bt: Tensor | None = None
     """True if the target is the most likely prediction, bool [B, t]; None if that was not computed."""
+    targets_Bt: Tensor | None = None
+    """What is scored, ``IGNORED_TARGET`` at all other tokens; None for the batch's targets."""
+    accuracy: str = "class_accuracy"
+    """Name of the share of ``right_Bt``."""
 
 
 class Countable(Protocol):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.kernels.cross_entropy import as_scalars, scaled
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.chunks.chunk_store import Stored, in_turn
 from longctx.model.chunks.layer_parts import ChunkBackward
 from longctx.model.chunks.residual_stream import ResidualStream
@@ -27,10 +28,33 @@ def chunked_loss_sums(
     bias_V: Tensor | None,
     targets_Bt: Tensor,
     calls: HeadCalls,
+    *,
+    weights_Bt: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``loss_sums`` for the residual stream after the last layer; its last ``norm`` is applied here."""
-    head = ChunkedHead(stream, norm, targets_Bt, calls, needs_grad=torch.is_grad_enabled())
+    head = ChunkedHead(stream, norm, targets_Bt, calls, weights_Bt, needs_grad=torch.is_grad_enabled())
     return _HeadLoss.apply(handle, head, weight_VM, bias_V, *head.norm_weights)
+
+
+@torch.no_grad()
+def chunked_token_nll(
+    stream: ResidualStream,
+    norm: nn.Module | None,
+    handle: Tensor,
+    weight_VM: Tensor,
+    bias_V: Tensor | None,
+    targets_Bt: Tensor,
+    calls: HeadCalls,
+) -> Tensor:
+    """Compute ``token_nll`` [B, t] as ``chunked_loss_sums`` would; the stream keeps its values."""
+    nll_Bt = handle.new_zeros(targets_Bt.shape, dtype=accumulate_dtype(handle.dtype))
+    x = stream.take_values()
+    stream.values = x
+    for tokens, (x_BcM,) in in_turn(stream.chunks, [x]):
+        hidden_BcM = x_BcM if norm is None else norm(x_BcM)
+        targets_Bc = targets_Bt[:, tokens]
+        nll_Bt[:, tokens] = calls.nll(hidden_BcM.flatten(0, 1), targets_N=targets_Bc.flatten()).view_as(targets_Bc)
+    return nll_Bt
 
 
 class ChunkedHead:
@@ -42,10 +66,12 @@ class ChunkedHead:
         norm: nn.Module | None,
         targets_Bt: Tensor,
         calls: HeadCalls,
+        weights_Bt: Tensor | None = None,
         *,
         needs_grad: bool,
     ) -> None:
         self.stream, self.targets_Bt, self.calls, self.needs_grad = stream, targets_Bt, calls, needs_grad
+        self.weights_Bt = weights_Bt
         self.norm: nn.Module | None = norm
         self.norm_weights: list[Tensor] = []
         if norm is not None:
@@ -74,6 +100,7 @@ class ChunkedHead:
             computed = self.calls.loss(
                 hidden_BcM.detach().flatten(0, 1),
                 targets_N=self.targets_Bt[:, tokens].flatten(),
+                weights_N=self._weights(tokens),
                 wanted=wanted,
                 dweight_VM=self.dweight_VM,
                 dbias_V=self.dbias_V,
@@ -103,7 +130,14 @@ class ChunkedHead:
             for softmax_2N, (tokens, (hidden_BcM,)) in zip(softmax, in_turn(self.stream.chunks, [hidden]), strict=True):
                 hidden_NM, targets_N = hidden_BcM.flatten(0, 1), self.targets_Bt[:, tokens].flatten()
                 total_vM = self.calls.gradient(
-                    hidden_NM, weight_VM[rows], targets_N, softmax_2N, rows, len(weight_VM), dweight_vM=total_vM
+                    hidden_NM,
+                    weight_VM[rows],
+                    targets_N,
+                    softmax_2N,
+                    rows,
+                    len(weight_VM),
+                    dweight_vM=total_vM,
+                    weights_N=self._weights(tokens),
                 )
             assert total_vM is not None
             return total_vM.mul_(factor)
@@ -116,6 +150,11 @@ class ChunkedHead:
         for tokens, (dx_BcM,) in in_turn(self.stream.chunks, [dx]):
             dx.write(tokens, (dx_BcM * factor).to(dx_BcM.dtype))
         self.stream.gradient = dx
+
+    def _weights(self, tokens: slice) -> Tensor | None:
+        if self.weights_Bt is None:
+            return None
+        return self.weights_Bt[:, tokens].flatten()
 
     def _hidden(self, x_BcM: Tensor) -> Tensor:
         if self.norm is None:
