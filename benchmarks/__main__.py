@@ -59,6 +59,7 @@ SEPARATE = {
     "translation": "learning beside transformers, three seeds; needs LibreOffice's help pages; an hour",
     "pretraining": "learning of encoders beside transformers; needs LibreOffice's help pages; an hour",
     "images": "learning of image models beside transformers, three seeds; needs Fashion-MNIST's files; two hours",
+    "preferences": "preference losses beside TRL's trainers; needs TRL; ten minutes",
     "tuning": "needs TRL in an environment of its own ($LONGCTX_TRL_PYTHON); ten minutes",
     "plan_seconds": "ten training runs beside their plans, up to half an hour; needs a machine without other programs",
 }

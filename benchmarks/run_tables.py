@@ -122,6 +122,22 @@ def of_tuning(result: dict[str, Any]) -> Table:
     return ["beside TRL", "result", "bound"], rows
 
 
+def of_preferences(result: dict[str, Any]) -> Table:
+    """Return differences from TRL's losses, gradients and rewards, and CPU seconds per step over TRL's."""
+    head = ["", "loss differs by", "gradients", "rewards", "CPU s a step, TRL → ours", "ratio", "reference stored"]
+    lines = []
+    for row in result["rows"]:
+        values, seconds = row["values"], row["cpu_seconds"]
+        line = [
+            row["case"].upper(),
+            *(f"{values[f'{what}_difference']:.0e}" for what in ("loss", "gradient", "reward")),
+        ]
+        stored = f"{row['ratio_stored']:.2f} ×" if "ratio_stored" in row else "–"
+        times = f"{seconds['reference']:.2f} → {seconds['longctx']:.2f}"
+        lines.append([*line, times, f"{row['ratio_reference']:.2f} ×", stored])
+    return head, lines
+
+
 def of_quantized(result: dict[str, Any]) -> Table:
     """Return imports of quantized folders."""
     head = ["scheme", "on disk", "seconds", "memory rises by", "a tensor in float32", "equal to the formula"]

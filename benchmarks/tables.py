@@ -429,6 +429,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "audit-cost": ("audit", lambda result: markdown(*audit_tables.of_cost(result))),
     "data-start": ("data_plan", lambda result: markdown(*run_tables.of_corpora(result))),
     "data-blocks": ("data_plan", lambda result: markdown(*run_tables.of_blocks(result))),
+    "preferences": ("preferences", lambda result: markdown(*run_tables.of_preferences(result))),
     "tuning": ("tuning", lambda result: markdown(*run_tables.of_tuning(result))),
     "gated-delta": ("gated_delta", lambda result: markdown(*run_tables.of_delta(result))),
     "hybrids": ("hybrids", lambda result: markdown(*run_tables.of_hybrids(result))),
