@@ -146,7 +146,7 @@ def build_validation_loader(
             mixture = held_out_mixture(data)
         else:
             mixture = Mixture.load(data).to_validate()
-        folders, order = _open_mixture(mixture, Path(data), seq_len, open_folder, shuffle=False)
+        folders, order = _open_mixture(mixture, Path(data), seq_len, open_folder, shuffle=False, packing=packing)
         rows = order.first_rows(max_rows)
         names = tuple(source.name for source in mixture.sources)
     # Mask the same tokens in every run, whatever its seed, so that losses are comparable between runs.
@@ -442,7 +442,9 @@ class ValidationLoader:
         (predicted from both sides), and for examples made from texts (half their targets are sentinels).
         """
         reader = self._reader
-        if reader.masking is not None or reader.recipe is not None or any(shards.is_masked for shards in self.folders):
+        if reader.masking is not None or reader.recipe is not None or reader.replies is not None:
+            return None
+        if any(shards.is_masked for shards in self.folders):
             return None
         means = [shards.manifest.bytes_per_token for shards in self.folders]
         if len(means) == 1:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from data_pipeline.mixture.file import Mixture, Stage
 from data_pipeline.rows.packing_checks import check_mixture_sources
-from data_pipeline.shards.manifest import IMAGES, Manifest
+from data_pipeline.shards.manifest import Manifest
 from longctx.errors import DataError
 
 
@@ -41,7 +41,8 @@ def describe_mixture(path: str | Path) -> MixtureView:
     check_mixture_sources(path, zip((source.name for source in mixture.sources), manifests, strict=True))
     kinds = {manifest.kind: source.name for source, manifest in zip(mixture.sources, manifests, strict=True)}
     if len(kinds) > 1:
-        raise DataError(f"{path}: {kinds[IMAGES]} contains images, {kinds['']} texts. A run reads only one kind.")
+        (kind, first), (other, second) = sorted(kinds.items(), reverse=True)[:2]
+        raise DataError(f"{path}: {first} contains {kind}, {second} {other or 'texts'}. A run reads only one kind.")
     sources = [
         SourceView(
             name=source.name,

@@ -24,6 +24,7 @@ from data_pipeline.rows.examples import num_special_tokens
 from data_pipeline.rows.fim import Fim
 from data_pipeline.rows.pack import BEST_FIT, Packing, Parts, Row, RowPlan, Upsampling, copies_of, plan_parts
 from data_pipeline.rows.packing_checks import check_source_seq_len, no_rows_error
+from data_pipeline.rows.preferences import PreferenceRule, check_preferences
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shuffle import Permutation
 from longctx.errors import ConfigError, DataError
@@ -196,6 +197,8 @@ class BlockPlanner:
         self._special_tokens = 0
         if packing.examples is None:
             check_source_seq_len(shards, source_seq_len)
+        elif isinstance(packing.examples, PreferenceRule):
+            check_preferences(shards)
         else:
             self._special_tokens = sum(num_special_tokens(shards))
         entries = shards.manifest.shards
@@ -322,7 +325,11 @@ class BlockPlanner:
         epoch, block, row_tokens, before = key
         order: dict[str, Any] = {"seed": self._seed, "epoch": epoch, "block": block, "shuffle": self._shuffle}
         order |= {"packing": self._packing, "source_seq_len": self._source_seq_len}
-        left = _parts_of(self._shards, self.documents(epoch, block), self._special_tokens)
+        documents = self.documents(epoch, block)
+        if isinstance(self._packing.examples, PreferenceRule):
+            left = _records_of(self._shards, documents, self._packing.examples)
+        else:
+            left = _parts_of(self._shards, documents, self._special_tokens)
         if self._upsample:
             left = copies_of(left, self._upsample, seed=self._seed, epoch=epoch)
         if self.fim is not None:
@@ -343,6 +350,12 @@ def _parts_of(shards: ShardSet, documents: np.ndarray, special_tokens: int) -> P
         # A document without text makes no example.
         documents, lengths = documents[lengths > special_tokens], lengths[lengths > special_tokens] - special_tokens
     return Parts.whole(documents, lengths)
+
+
+def _records_of(shards: ShardSet, records: np.ndarray, rule: PreferenceRule) -> Parts:
+    """Return these records as document parts to plan, each as long as the row tokens that it takes."""
+    prompt_lengths = shards.lengths_of(records, "source")
+    return Parts.whole(records, rule.row_tokens(prompt_lengths, shards.lengths_of(records)), prompt_lengths)
 
 
 class FirstRows:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from data_pipeline.rows.examples import Examples
+from data_pipeline.rows.preferences import PreferenceReplies
 from data_pipeline.rows.row_layout import Held, RowLayout
 
 Runs = Sequence[tuple[int, int, int]]
@@ -29,7 +30,19 @@ def example_tensors(
     return tensors
 
 
-def _label_indices(examples: Examples, layout: RowLayout, runs: Runs, held: Sequence[list[Held]]) -> torch.Tensor:
+def reply_tensors(
+    replies: PreferenceReplies, layout: RowLayout, runs: Runs, held: Sequence[list[Held]]
+) -> dict[str, torch.Tensor]:
+    """Return the ``CompactBatch`` fields that preferences have: this rank's labels, and all records' references."""
+    return {
+        "label_indices": _label_indices(replies, layout, runs, held),
+        "reference_P2": torch.from_numpy(replies.references(layout.rows)),
+    }
+
+
+def _label_indices(
+    examples: Examples | PreferenceReplies, layout: RowLayout, runs: Runs, held: Sequence[list[Held]]
+) -> torch.Tensor:
     """Return this rank's first tokens in labelled documents, and their labels, int32 [2, labelled]."""
     found = [np.empty((0, 2), np.int32)]
     for number, example, first, local, _ in _on_rank(layout, runs, held):

@@ -157,9 +157,10 @@ def read_text_pieces(shards: ShardSet, pieces: Iterable[Piece]) -> list[np.ndarr
 
 def check_texts(shards: ShardSet, objective: str, alternative: str) -> None:
     """Raise ConfigError unless a folder contains texts; ``objective`` is the setting that requires them."""
-    if not shards.is_masked and not shards.manifest.has_sources:
+    manifest = shards.manifest
+    if not shards.is_masked and not manifest.has_sources and not manifest.is_preferences:
         return
-    kind = "pairs" if shards.manifest.has_sources else "conversations"
+    kind = manifest.kind or ("pairs" if manifest.has_sources else "conversations")
     raise ConfigError(
         f"{objective} requires texts, but {shards.folder} contains {kind}.\nUse a folder of texts, or {alternative}."
     )

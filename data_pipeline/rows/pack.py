@@ -31,7 +31,7 @@ class Row:
     the documents and start tokens of only a few.
     """
 
-    __slots__ = ("documents", "epochs", "lengths", "source_lengths", "starts")
+    __slots__ = ("documents", "epochs", "lengths", "prefixes", "source_lengths", "starts")
 
     def __init__(self, documents: Sequence[int] = (), starts: Sequence[int] = (), lengths: Sequence[int] = ()) -> None:
         """Initialize with the pieces' documents, start tokens and token counts, all of equal length."""
@@ -40,6 +40,8 @@ class Row:
         """Epoch of each piece, set by the stream that yields the row; empty if every piece is in epoch 0."""
         self.source_lengths: Sequence[int] = ()
         """For pairs, source tokens per piece; sources are never cut."""
+        self.prefixes: Sequence[int] = ()
+        """Index of the piece that each piece continues, or -1 (``PackedDocuments.prefixes``); empty if none does."""
 
     @property
     def source(self) -> Row:
@@ -96,7 +98,8 @@ class Parts:
     starts: np.ndarray
     ends: np.ndarray
     source_lengths: np.ndarray | None = None
-    """For pairs, source tokens per document part; the parts are then complete documents."""
+    """For pairs, source tokens per document part; for preferences, prompt tokens. The parts are then complete
+    documents."""
 
     @classmethod
     def whole(cls, documents: np.ndarray, lengths: np.ndarray, source_lengths: np.ndarray | None = None) -> Parts:
@@ -317,7 +320,7 @@ def _num_cut(parts: Parts, part_indices: np.ndarray, sizes: np.ndarray) -> int:
     cut = len(np.unique(part_indices[sizes < parts.lengths[part_indices]]))
     if parts.source_lengths is None:
         return cut
-    # A pair is in one row or dropped.
+    # A pair, or a record with preferences, is in one row or dropped.
     return len(parts.documents) - len(part_indices)
 
 
@@ -354,6 +357,9 @@ def _examples(
     part_indices, starts, ends = _cut(lengths, rule.most_tokens(*budgets))
     enough = ends - starts >= rule.least_tokens
     part_indices, starts, ends = part_indices[enough], starts[enough], ends[enough]
+    # Preferences are not cut: a record that does not fit is dropped.
+    fits = rule.lengths(ends - starts) <= budgets[0]
+    part_indices, starts, ends = part_indices[fits], starts[fits], ends[fits]
     sizes, of_sources = rule.lengths(ends - starts), rule.source_lengths(ends - starts)
     if packing.kind == "one_document":
         return part_indices, starts, ends, np.arange(len(part_indices))

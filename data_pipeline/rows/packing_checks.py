@@ -13,6 +13,7 @@ import numpy as np
 
 from data_pipeline.rows.example_rule import ExampleRule
 from data_pipeline.rows.examples import num_special_tokens
+from data_pipeline.rows.preferences import PreferenceRule
 from data_pipeline.shards.manifest import Manifest
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import ConfigError, DataError
@@ -23,6 +24,7 @@ _ONE_FOLDER = "put their sources into one folder CORPUS, and use the output of `
 
 def check_source_seq_len(shards: ShardSet, source_seq_len: int) -> None:
     """Raise ConfigError for pairs without ``source_seq_len`` (source tokens per row; 0: unset), or texts with it."""
+    check_kind_of_texts(shards)
     if shards.manifest.has_sources and not source_seq_len:
         raise ConfigError(
             f"{shards.folder} contains pairs, which require an encoder for their sources. Set data.source_seq_len, the "
@@ -35,8 +37,21 @@ def check_source_seq_len(shards: ShardSet, source_seq_len: int) -> None:
         )
 
 
+def check_kind_of_texts(shards: ShardSet) -> None:
+    """Raise ConfigError for a folder of preferences, which only some objectives read."""
+    if shards.manifest.is_preferences:
+        raise ConfigError(
+            f"{shards.folder} contains preferences: prompts with two replies to compare. Use a folder of texts or "
+            "conversations, or set train.objective to one that compares replies."
+        )
+
+
 def check_mixture_options(mixture: str | Path, examples: ExampleRule | None, source_seq_len: int) -> None:
     """Raise ConfigError if ``mixture``, a mixture file's path, is used for pairs or for examples made from texts."""
+    if isinstance(examples, PreferenceRule):
+        if source_seq_len:
+            raise ConfigError(f"data.source_seq_len={source_seq_len} does not apply to {examples}. Leave it out.")
+        return
     # Rules for examples have a text of their own, in the plural: "pairs of segments (nsp)".
     if examples is not None:
         raise ConfigError(
@@ -77,6 +92,11 @@ def no_rows_error(
     """
     if not shards.num_documents:
         return DataError(f"{shards.folder} contains no documents. Build it again from a source with text.")
+    if isinstance(examples, PreferenceRule):
+        return ConfigError(
+            f"no record of {shards.folder} fits into a row of data.seq_len={seq_len} tokens. Rows contain complete "
+            f"records ({examples}): increase data.seq_len{alternative}."
+        )
     if examples is not None:
         longest = max(shards.longest_document() - sum(num_special_tokens(shards)), 0)
         return ConfigError(

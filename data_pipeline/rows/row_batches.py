@@ -10,15 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data_pipeline.rows.example_tensors import Runs, example_tensors
+from data_pipeline.rows.example_tensors import Runs, example_tensors, reply_tensors
 from data_pipeline.rows.examples import Examples
 from data_pipeline.rows.fim_documents import Documents
 from data_pipeline.rows.pack import Row
+from data_pipeline.rows.preferences import PreferenceReplies
 from data_pipeline.rows.row_layout import Held, RowLayout
 from data_pipeline.rows.token_masking import Masking
 from data_pipeline.shards.reader import SourceSide
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch, DocumentEnd, TokenSpan
+from longctx.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ Place = Callable[[PackedDocuments], Share]
 """Function that chooses this rank's tokens, given the micro-batch's documents."""
 
 
-Readable = Documents | SourceSide | Examples
+Readable = Documents | SourceSide | Examples | PreferenceReplies
 """Data that rows are read from, on either side."""
 
 
@@ -105,6 +107,11 @@ def _share(
 ) -> CompactBatch:
     """Return one rank's portion of one side."""
     num_tokens = sum(count for _, count, _ in share.runs)
+    if share.documents.prefixes and num_tokens < share.documents.num_tokens:
+        raise ConfigError(
+            "two replies share one copy of their prompt, but several ranks share the row. Read preferences without "
+            "shared prompts, or set parallel.context=1."
+        )
     # The capacity of experts is per row, so pass the row length although the portion is one flat row.
     return _read(shards, layout, share, (1, num_tokens), row_tokens=seq_len, masking=masking)
 
@@ -207,6 +214,8 @@ def _read(
     of_examples: dict[str, Any] = {}
     if isinstance(shards, Examples):
         of_examples = example_tensors(shards, layout, share.runs, held)
+    elif isinstance(shards, PreferenceReplies):
+        of_examples = reply_tensors(shards, layout, share.runs, held)
     return CompactBatch(
         masked=masked,
         **of_examples,

@@ -35,21 +35,27 @@ class RowLayout:
         Rows of pairs always end with a padding piece, possibly empty, so that both sides have the same document count.
         """
         lengths: list[int] = []
+        prefixes: list[int] = []
         first_pieces, padding = [0], []
+        has_prefixes = any(row.prefixes for row in rows)
         for row in rows:
+            if has_prefixes:
+                prefixes += [number if number < 0 else first_pieces[-1] + number for number in row.prefixes]
             lengths += row.lengths
             missing = seq_len - sum(row.lengths)
             if missing or of_pairs:
                 padding.append(len(lengths))
                 lengths.append(missing)
+                if has_prefixes:
+                    prefixes.append(-1)
             first_pieces.append(len(lengths))
-        return cls(PackedDocuments.of_lengths(lengths, tuple(padding)), rows, first_pieces)
+        return cls(PackedDocuments.of_lengths(lengths, tuple(padding), tuple(prefixes)), rows, first_pieces)
 
     def padded(self, documents: PackedDocuments) -> RowLayout:
         """Return the same layout with ``documents``, which may add padding after the rows."""
         if documents.padding is None:
             trailing = range(self.first_pieces[-1], documents.num_documents)
-            documents = PackedDocuments(documents.bounds, (*self.padding, *trailing))
+            documents = PackedDocuments(documents.bounds, (*self.padding, *trailing), documents.prefixes)
         return RowLayout(documents, self.rows, self.first_pieces)
 
     def wanted(self, runs: Iterable[list[Held]]) -> list[Piece]:

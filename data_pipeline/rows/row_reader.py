@@ -13,6 +13,8 @@ from data_pipeline.rows.fim import Fim
 from data_pipeline.rows.fim_documents import Documents, FimDocuments
 from data_pipeline.rows.images import ImageRule, Images
 from data_pipeline.rows.pack import Packing, Row
+from data_pipeline.rows.packing_checks import check_kind_of_texts
+from data_pipeline.rows.preferences import PreferenceReplies, PreferenceRule
 from data_pipeline.rows.row_batches import (
     Lengths,
     Place,
@@ -44,6 +46,8 @@ class RowReader:
     """Source side, for pairs."""
     recipe: Recipe | None = None
     """Recipe for examples, if they are made from texts."""
+    replies: PreferenceReplies | None = None
+    """Records with preferences, if the folders contain them."""
 
     def batch(self, rows: Sequence[Row]) -> CompactBatch:
         """Return the rows as a batch [rows, seq_len]."""
@@ -78,8 +82,10 @@ class RowReader:
         return [(made.tokens, made.second, made.label or 0) for made in self.recipe.examples(pieces)]
 
     def _resolve_sources(self, rows: Sequence[Row]) -> tuple[Readable, Sequence[Row], Sources | None]:
-        # The only place that distinguishes the three kinds of data: everything below sees documents, rows and optional
+        # The only place that distinguishes the kinds of data: everything below sees documents, rows and optional
         # sources.
+        if self.replies is not None:
+            return self.replies, self.replies.rows(rows), None
         if self.recipe is not None:
             examples, rows = Examples.of_rows(self.recipe, rows)
             if not self.source_seq_len:
@@ -99,10 +105,13 @@ def reader_options_for(
     seed: int,
     augments: bool = True,
 ) -> dict[str, Any]:
-    """Return a folder's source side or recipe as ``RowReader`` fields; empty for texts that are read unchanged.
+    """Return a folder's source side, recipe or replies as ``RowReader`` fields; empty for texts read unchanged.
 
     ``augments`` is False in validation, which reads the middle of every image, unflipped.
     """
+    if isinstance(packing.examples, PreferenceRule):
+        return {"replies": PreferenceReplies(packing.examples, folders)}
+    check_kind_of_texts(folders[0])
     if isinstance(packing.examples, ImageRule):
         # Raises ConfigError if rows are too short for an image, before any row is read.
         packing.examples.most_tokens(seq_len, source_seq_len)
@@ -140,9 +149,10 @@ def documents_in(folders: Sequence[ShardSet], fim_by_folder: Sequence[Fim | None
     if len(folders) > 1:
         documents = Corpus(folders)
     for shards, fim in zip(folders, fim_by_folder, strict=False):
-        if fim is not None and shards.is_masked:
+        if fim is not None and (shards.is_masked or shards.manifest.is_preferences):
             raise ConfigError(
-                f"data.fim_rate requires texts, but {shards.folder} contains conversations.\n"
+                f"data.fim_rate requires texts, but {shards.folder} contains "
+                f"{shards.manifest.kind or 'conversations'}.\n"
                 "Set data.fim_rate=0 (fim_rate of a mixture's source)."
             )
     if any(fim_by_folder):

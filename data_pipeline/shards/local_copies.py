@@ -20,7 +20,7 @@ import zstandard
 
 from data_pipeline.shards.block_checksum import RECOVERY_HINT, checksum_file
 from data_pipeline.shards.file_states import cache_folder
-from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry
+from data_pipeline.shards.manifest import MANIFEST_FILE, REFERENCES_FILE, Manifest, ShardEntry
 from data_pipeline.shards.shard_compression import PACKED_FILE, CompressedFolder, CompressedShard
 from data_pipeline.stores.client import list_names
 from data_pipeline.stores.urls import Location, ObjectPath, locate
@@ -191,7 +191,7 @@ def extra_files(folder: Location, manifest: Manifest, packing: CompressedFolder 
     """Return unlisted shards and checksum files in a folder, which are never read: a sign of two mixed folders."""
     known = {entry.file for entry in (manifest if packing is None else packing).shards}
     known |= {checksum_file(entry.file) for entry in manifest.shards if entry.sums}
-    known |= manifest.files_left_out
+    known |= manifest.files_left_out | {REFERENCES_FILE}
     return [name for name in _names(folder) if name.endswith((".arrow", ".zst", ".sums")) and name not in known]
 
 

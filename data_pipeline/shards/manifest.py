@@ -31,11 +31,19 @@ from longctx.untrusted.untrusted_schema import (
 )
 
 FORMAT = "longctx-shards"
-VERSION, VERSION_WITH_TARGETS, VERSION_WITH_IMAGES = 1, 2, 3
-"""Versions for a folder of texts, for one that records target tokens or contains pairs, and for images."""
+VERSION, VERSION_WITH_TARGETS, VERSION_WITH_IMAGES, VERSION_WITH_PREFERENCES = 1, 2, 3, 4
+"""Versions for a folder of texts, for one that records target tokens or contains pairs, for images, and for
+preferences."""
 IMAGES = "images"
 """Folder kind with one image per document; its tokens are pixel values or palette colors."""
+PREFERENCES = "preferences"
+"""Folder kind with a prompt and two replies per document: the source tokens are the prompt, the tokens the first reply
+and then the second."""
+LABELLED = "labelled"
+"""Value of the build option ``preferences`` if the records are single replies with a label; otherwise ``pairs``."""
 MANIFEST_FILE = "manifest.json"
+REFERENCES_FILE = "references.arrow"
+"""File with a reference model's log-likelihoods, beside the shards (``shards.references``)."""
 LIST_OF_BEFORE = "exclusions.json"
 """List of excluded shards, used before ``data build --without``."""
 VALIDATION_FOLDER = "validation"
@@ -63,7 +71,7 @@ class ShardEntry:
     counted: int = 0
     """Target tokens, whose prediction counts in the loss; 0 in a folder in which all tokens do."""
     source_tokens: int = 0
-    """Encoder input tokens; 0 without pairs."""
+    """Encoder input tokens, or tokens of prompts; 0 without pairs and preferences."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object to write."""
@@ -101,7 +109,17 @@ class Manifest:
     duplicates: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Duplicate counts, and under ``list`` the xxh3_128 checksum of the removed ones' list; empty without a search."""
     kind: str = ""
-    """``images``; empty for texts."""
+    """``images`` or ``preferences``; empty for texts."""
+
+    @property
+    def is_preferences(self) -> bool:
+        """True if every document is a prompt with two replies."""
+        return self.kind == PREFERENCES
+
+    @property
+    def has_labelled_replies(self) -> bool:
+        """True if every record is one reply with a label; its second reply then belongs to another prompt."""
+        return self.is_preferences and self.options.get(PREFERENCES) == LABELLED
 
     @property
     def is_images(self) -> bool:
@@ -122,13 +140,13 @@ class Manifest:
 
     @property
     def source_tokens(self) -> int:
-        """Encoder input tokens; 0 without pairs."""
+        """Encoder input tokens, or tokens of prompts; 0 without pairs and preferences."""
         return sum(entry.source_tokens for entry in self.shards)
 
     @property
     def has_sources(self) -> bool:
         """True if the folder contains pairs: documents with an encoder input each."""
-        return self.source_tokens > 0
+        return self.source_tokens > 0 and not self.is_preferences
 
     @property
     def has_paragraphs(self) -> bool:
@@ -141,6 +159,9 @@ class Manifest:
         # Readers of earlier versions would take pixels for text.
         if self.is_images:
             return VERSION_WITH_IMAGES
+        # … and would take prompts for encoder input.
+        if self.is_preferences:
+            return VERSION_WITH_PREFERENCES
         # Readers of version 1 would train on every token in these folders, so they must refuse them.
         if self.num_targets or self.source_tokens:
             return VERSION_WITH_TARGETS
@@ -194,10 +215,10 @@ class Manifest:
         body = read_json_object(path)
         if body.get("format") != FORMAT:
             raise DataError(f"{path} is not a shard manifest (format={body.get('format')!r}, expected {FORMAT!r}).")
-        if body.get("version") not in (VERSION, VERSION_WITH_TARGETS, VERSION_WITH_IMAGES):
+        if body.get("version") not in range(VERSION, VERSION_WITH_PREFERENCES + 1):
             raise DataError(
                 f"{path} has format version {body.get('version')!r}; this release reads {VERSION} to "
-                f"{VERSION_WITH_IMAGES}.\n"
+                f"{VERSION_WITH_PREFERENCES}.\n"
                 "Build the shards again with this release, or use the release that wrote them."
             )
         # The manifest contains the shards' checksums, so its own hash covers every byte in the folder.
@@ -269,6 +290,8 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
         yield "only some shards contain pairs"
     if manifest.is_images:
         yield from _image_contradictions(manifest)
+    if manifest.is_preferences:
+        yield from _preference_contradictions(manifest)
     if manifest.padding >= manifest.vocab_size:
         yield f"padding={manifest.padding} must be below vocab_size={manifest.vocab_size}"
 
@@ -282,6 +305,15 @@ def _image_contradictions(manifest: Manifest) -> Iterator[str]:
         yield "a folder of images has neither counted nor source tokens"
     if manifest.vocab_size > 1 << 16:
         yield f"vocab_size={manifest.vocab_size} is above the most for images, {1 << 16}"
+
+
+def _preference_contradictions(manifest: Manifest) -> Iterator[str]:
+    """Yield inconsistencies in a folder of preferences, which all have a prompt and two replies."""
+    for entry in manifest.shards:
+        if not entry.source_tokens or entry.tokens < 2 * entry.documents:
+            yield f"{entry.file} cannot hold a prompt and two replies for each of {entry.documents} records"
+    if manifest.num_targets:
+        yield "a folder of preferences lists no counted tokens: all tokens of its replies count"
 
 
 def _least_bytes(manifest: Manifest, entry: ShardEntry) -> int:
@@ -327,7 +359,7 @@ _CHECK = record(
         "inexact_documents": integer_between(),
         "left_out": text(r"([0-9a-f]{32})?", "checksum of 32 hex digits"),
         "duplicates": record(dict.fromkeys(_DUPLICATE_COUNTS, integer_between()), {"list": HASH}),
-        "kind": choice_of((IMAGES,)),
+        "kind": choice_of((IMAGES, PREFERENCES)),
     },
 )
 

@@ -5,7 +5,9 @@ uint16 or uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 
 Conversation folders also have ``counted`` (large_list of int64): spans of target tokens as pairs of bounds. Folders
 with pairs have ``source_tokens``, with the type of ``tokens``: each document's encoder input. If paragraphs are kept,
 ``paragraphs`` (large_list of int64) has the start of every paragraph but the first. Folders of images have ``label``
-(int32), a class index or -1, and their ``tokens`` may be uint8.
+(int32), a class index or -1, and their ``tokens`` may be uint8. In folders of preferences ``source_tokens`` is the
+prompt, ``tokens`` has both replies, ``second`` (int64) is the start of the second one, and ``label`` is 1, or 0 for an
+undesirable reply.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import pyarrow as pa
 from data_pipeline.shards.block_checksum import RECOVERY_HINT, ChecksumBlocks, advise, read_checksum_file
 from data_pipeline.shards.column import OFFSET, TokenColumn, buffer_offset, offsets_error
 from data_pipeline.shards.file_states import FileState, cheapest_state, file_state, open_file_state
-from data_pipeline.shards.manifest import MANIFEST_FILE, ShardEntry
+from data_pipeline.shards.manifest import IMAGES, MANIFEST_FILE, PREFERENCES, ShardEntry
 from longctx.errors import DataError
 from longctx.files import check_link
 from longctx.untrusted import git_lfs
@@ -34,7 +36,9 @@ SOURCE = "source_tokens"
 TARGET_RUNS, PARAGRAPHS = "counted", "paragraphs"
 """Columns with lists of int64: spans of target tokens, and paragraph starts."""
 LABEL = "label"
-"""Column with the class indices of images."""
+"""Column with the class indices of images, or with the labels of preferences."""
+SECOND = "second"
+"""Column with the start of each record's second reply in its tokens."""
 _COLUMN_TITLES = {TARGET_RUNS: "counted tokens", PARAGRAPHS: "paragraphs"}
 _MAGIC, _CONTINUES = b"ARROW1", -1
 
@@ -67,6 +71,11 @@ class MappedShard:
             labels = batch.column(LABEL)
             self._labels = labels.to_numpy(zero_copy_only=True)
             self._labels_at = buffer_offset(labels.buffers()[1], content, path)
+        self._seconds: np.ndarray | None = None
+        if SECOND in batch.schema.names:
+            seconds = batch.column(SECOND)
+            self._seconds = seconds.to_numpy(zero_copy_only=True)
+            self._seconds_at = buffer_offset(seconds.buffers()[1], content, path)
         self._lists = {
             name: _Lists(batch.column(name), content, blocks, path)
             for name in (TARGET_RUNS, PARAGRAPHS)
@@ -136,17 +145,30 @@ class MappedShard:
             raise DataError(f"{self.path} is damaged: its paragraphs are not within its documents. {RECOVERY_HINT}")
         return positions
 
+    def second_starts(self, rows: np.ndarray) -> np.ndarray:
+        """Return the start of the second reply in these records' tokens, int64 [n]; at least 1 and below their length.
+
+        Raise DataError for invalid ones.
+        """
+        assert self._seconds is not None, f"{self.path} contains no preferences"
+        size = self._seconds.itemsize
+        self._blocks.check_items(self._seconds_at + size * rows, size)
+        seconds = self._seconds[rows]
+        if ((seconds < 1) | (seconds >= self.target.lengths_of(rows))).any():
+            raise DataError(f"{self.path} is damaged: a second reply is not within its tokens. {RECOVERY_HINT}")
+        return seconds
+
     def label(self, row: int) -> int:
-        """Return an image's class index; -1 in a folder without classes."""
+        """Return an image's class index, -1 in a folder without classes; or a record's label."""
         return int(self._images_labels(row, row + 1)[0])
 
     def labels(self) -> np.ndarray:
-        """Return the class indices of all images, int32 [documents], as a view."""
+        """Return the class indices or labels of all documents, int32 [documents], as a view."""
         return self._images_labels(0, self.num_documents)
 
     def _images_labels(self, start: int, stop: int) -> np.ndarray:
         """Return the labels of some rows."""
-        assert self._labels is not None, f"{self.path} contains no images"
+        assert self._labels is not None, f"{self.path} contains no labels"
         size = self._labels.itemsize
         self._blocks.check(self._labels_at + size * start, self._labels_at + size * stop)
         return self._labels[start:stop]
@@ -164,11 +186,17 @@ class MappedShard:
             return None
         return int(invalid[0])
 
-    def check_kind(self, *, images: bool) -> None:
-        """Raise DataError unless the file holds images, or texts, as the manifest says."""
-        if (self._labels is not None) != images:
-            found = "texts" if images else "images"
-            raise DataError(f"{self.path} contains {found}, which {MANIFEST_FILE} does not list. {RECOVERY_HINT}")
+    def check_kind(self, kind: str) -> None:
+        """Raise DataError unless the file holds what the manifest says: images, preferences, or texts if empty."""
+        found = ""
+        if self._seconds is not None:
+            found = PREFERENCES
+        elif self._labels is not None:
+            found = IMAGES
+        if found != kind or (found == PREFERENCES and self._labels is None):
+            raise DataError(
+                f"{self.path} contains {found or 'texts'}, which {MANIFEST_FILE} does not list. {RECOVERY_HINT}"
+            )
 
     def _check_counts(self, entry: ShardEntry) -> None:
         """Raise DataError unless document and token counts match the manifest."""
@@ -258,7 +286,7 @@ def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
     """Raise DataError or an Arrow error unless the columns are a shard's and their buffers are long enough."""
     tokens, names = batch.column("tokens"), batch.column("name")
     id_types = [pa.uint16(), pa.uint32()]
-    if LABEL in batch.schema.names:
+    if LABEL in batch.schema.names and SECOND not in batch.schema.names:
         id_types = [pa.uint8(), pa.uint16()]
     if tokens.type not in map(pa.large_list, id_types) or names.type != pa.string():
         raise DataError(f"{path} is not a shard: its tokens are {tokens.type}, its names {names.type}. {RECOVERY_HINT}")
@@ -266,6 +294,9 @@ def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
         raise DataError(f"{path} is not a shard: its sources are not int16, or a value is missing. {RECOVERY_HINT}")
     if LABEL in batch.schema.names and batch.schema.field(LABEL).type != pa.int32():
         raise DataError(f"{path} is not a shard: its labels are {batch.column(LABEL).type}. {RECOVERY_HINT}")
+    if SECOND in batch.schema.names and batch.schema.field(SECOND).type != pa.int64():
+        problem = f"starts of second replies are {batch.column(SECOND).type}"
+        raise DataError(f"{path} is not a shard: its {problem}. {RECOVERY_HINT}")
     if SOURCE in batch.schema.names and batch.column(SOURCE).type != tokens.type:
         raise DataError(f"{path} is not a shard: its source tokens are {batch.column(SOURCE).type}. {RECOVERY_HINT}")
     for name in (TARGET_RUNS, PARAGRAPHS):

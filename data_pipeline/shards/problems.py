@@ -114,11 +114,13 @@ def _content_problems(
     # A checksum proves that the file is as written, not that the written content is valid.
     try:
         shard = MappedShard.open(folder, entry, verify=True)
-        shard.check_kind(images=manifest.is_images)
+        shard.check_kind(manifest.kind)
         found = shard.target.lengths_of(np.arange(entry.documents))
         lengths.append(found)
         if shard.source is not None:
             shard.source.lengths_of(np.arange(entry.documents))
+        if manifest.is_preferences:
+            shard.second_starts(np.arange(entry.documents))
         num_targets = 0
         for row in range(entry.documents):
             shard.name(row)
@@ -154,9 +156,20 @@ def _content_problems(
         yield f"{path} contains ids up to {largest}, but {MANIFEST_FILE} has num_ids={entry.num_ids}."
     if manifest.is_images and image_format is not None:
         yield from _image_problems(shard, image_format, found, largest)
+    if manifest.is_preferences:
+        yield from _label_problems(shard)
     invalid_source = shard.find_invalid_source(len(manifest.sources))
     if invalid_source is not None:
         yield f"{path} has documents from source {invalid_source}, but {MANIFEST_FILE} lists {len(manifest.sources)}."
+
+
+def _label_problems(shard: MappedShard) -> Iterator[str]:
+    """Yield the first label of a record with preferences that is neither 0 nor 1."""
+    labels = shard.labels()
+    invalid = np.flatnonzero((labels < 0) | (labels > 1))
+    if len(invalid):
+        row = int(invalid[0])
+        yield f"{shard.path} has label {labels[row]} in {shard.name(row)}, which is neither 0 nor 1."
 
 
 def _image_problems(

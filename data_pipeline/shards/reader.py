@@ -6,6 +6,7 @@ import bisect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,8 @@ from data_pipeline.shards.column import TokenColumn
 from data_pipeline.shards.local_copies import LocalCopy, open_folder
 from data_pipeline.shards.manifest import Manifest, ShardEntry
 from data_pipeline.shards.mapped import MappedShard, check_shard_size, read_error
-from data_pipeline.stores.urls import ObjectPath
+from data_pipeline.shards.references import References, read_references
+from data_pipeline.stores.urls import Location, ObjectPath
 from longctx.errors import DataError
 from longctx.images.image_format import ImageFormat
 from longctx.tokenizer import Tokenizer, load_tokenizer
@@ -153,9 +155,26 @@ class ShardSet:
         return self.manifest.is_images
 
     def label(self, index: int) -> int:
-        """Return the class index of image ``index``; -1 in a folder without classes."""
+        """Return the class index of image ``index``, -1 in a folder without classes; or the label of a record with
+        preferences.
+        """
         shard, row = self._find(index)
         return shard.label(row)
+
+    def second_starts(self, documents: np.ndarray) -> np.ndarray:
+        """Return where the second reply starts in each record's tokens, int64 [n], in a folder of preferences."""
+        starts, first = np.empty(len(documents), np.int64), self._first_document
+        for number, part in _runs(np.searchsorted(first, documents, side="right") - 1):
+            starts[part] = self._current(number).second_starts(documents[part] - first[number])
+        return starts
+
+    @cached_property
+    def references(self) -> References | None:
+        """Log-likelihoods under a reference model, if the folder has them, as they are at the first use."""
+        place: Location = self.folder
+        if self.copy is not None:
+            place = self.copy.origin
+        return read_references(place, self.manifest)
 
     @property
     def image_format(self) -> ImageFormat:
@@ -217,7 +236,7 @@ class ShardSet:
         if self.copy is not None:
             self.copy.fetch(entry)
         shard = MappedShard.open(self.folder, entry, verify=self.verifies_reads)
-        shard.check_kind(images=self.is_images)
+        shard.check_kind(self.manifest.kind)
         return shard
 
 
@@ -356,9 +375,11 @@ class Corpus:
         self.first_documents = self.first_document[:-1]
         first = self.folders[0]
         for shards in self.folders[1:]:
-            if shards.is_images != first.is_images:
+            if shards.manifest.kind != first.manifest.kind:
+                kinds = sorted((shards.manifest.kind, first.manifest.kind), reverse=True)
                 raise DataError(
-                    f"One of {first.folder} and {shards.folder} contains images, the other texts. Read only one kind."
+                    f"One of {first.folder} and {shards.folder} contains {kinds[0]}, the other {kinds[1] or 'texts'}. "
+                    "Read only one kind."
                 )
             if shards.manifest.tokenizer != first.manifest.tokenizer:
                 raise DataError(
@@ -381,21 +402,29 @@ class Corpus:
         for number, found in own.items():
             self.folders[number].check_files(found)
 
-    def lengths_of(self, documents: np.ndarray) -> np.ndarray:
+    def lengths_of(self, documents: np.ndarray, side: Side = "target") -> np.ndarray:
         """Return ``ShardSet.lengths_of`` for documents in any folder."""
-        lengths = np.empty(len(documents), np.int64)
+        return self._values(documents, lambda shards, own: shards.lengths_of(own, side))
+
+    def second_starts(self, documents: np.ndarray) -> np.ndarray:
+        """Return ``ShardSet.second_starts`` for records in any folder."""
+        return self._values(documents, ShardSet.second_starts)
+
+    def _values(self, documents: np.ndarray, read: Callable[[ShardSet, np.ndarray], np.ndarray]) -> np.ndarray:
+        """Read one int64 per document, folder by folder."""
+        values = np.empty(len(documents), np.int64)
         folders = np.searchsorted(self.first_document, documents, side="right") - 1
         for number in np.unique(folders):
             own = folders == number
-            lengths[own] = self.folders[number].lengths_of(documents[own] - self.first_document[number])
-        return lengths
+            values[own] = read(self.folders[number], documents[own] - self.first_document[number])
+        return values
 
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:
         """Return ``ShardSet.slice`` for a document in any folder."""
         number = self.folder_of(index)
         return self.folders[number].slice(index - self.first_document[number], start, stop)
 
-    def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
+    def slices(self, pieces: Iterable[tuple[int, int, int]], side: Side = "target") -> list[np.ndarray]:
         """Return ``ShardSet.slices`` for documents in any folder."""
         # Call each folder once with its token spans, and record their positions in the full list.
         own: dict[int, list[tuple[int, int, int]]] = {}
@@ -407,7 +436,7 @@ class Corpus:
             positions.setdefault(number, []).append(place)
         found: list[Any] = [None] * (place + 1)
         for number, of_folder in own.items():
-            for place, tokens in zip(positions[number], self.folders[number].slices(of_folder), strict=True):
+            for place, tokens in zip(positions[number], self.folders[number].slices(of_folder, side), strict=True):
                 found[place] = tokens
         return found
 
@@ -427,7 +456,7 @@ class Corpus:
         return self.folders[0].is_images
 
     def label(self, index: int) -> int:
-        """Return ``ShardSet.label`` for an image in any folder."""
+        """Return ``ShardSet.label`` for an image or record in any folder."""
         number = self.folder_of(index)
         return self.folders[number].label(index - self.first_document[number])
 

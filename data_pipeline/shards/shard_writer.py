@@ -14,8 +14,8 @@ import pyarrow as pa
 import xxhash
 
 from data_pipeline.shards.block_checksum import checksum_blocks, checksum_file
-from data_pipeline.shards.manifest import IMAGES, Manifest, ShardEntry
-from data_pipeline.shards.mapped import LABEL, PARAGRAPHS, SOURCE, TARGET_RUNS
+from data_pipeline.shards.manifest import IMAGES, PREFERENCES, Manifest, ShardEntry
+from data_pipeline.shards.mapped import LABEL, PARAGRAPHS, SECOND, SOURCE, TARGET_RUNS
 from longctx.errors import DataError
 from longctx.files import write_synced
 from longctx.tokenizer.tokenizer_base import Tokenizer
@@ -55,9 +55,11 @@ class EncodedDocument:
     paragraphs: np.ndarray | None = None
     """Starts of its paragraphs but the first, int64, strictly ascending. None in a folder without paragraphs."""
     source_tokens: np.ndarray | None = None
-    """Encoder input for a pair; None without pairs."""
+    """Encoder input for a pair, or the prompt of two replies; None without pairs and preferences."""
     label: int | None = None
-    """Class index of an image, -1 in a folder without classes; None for a text."""
+    """Class index of an image, -1 in a folder without classes; 1 or 0 for preferences; None for a text."""
+    second: int | None = None
+    """Start of the second reply in ``tokens``; None without preferences."""
 
     @property
     def num_targets(self) -> int:
@@ -89,19 +91,32 @@ class ShardWriter:
         pairs: bool = False,
         paragraphs: bool = False,
         images: bool = False,
+        preferences: bool = False,
     ) -> None:
         """Initialize the writer with the optional columns that every document must have.
 
-        ``masked``: target tokens; ``pairs``: a source; ``paragraphs``: paragraph starts; ``images``: a label.
+        ``masked``: target tokens; ``pairs``: a source; ``paragraphs``: paragraph starts; ``images``: a label;
+        ``preferences``: a source, a label and the start of the second reply.
         """
         if shard_tokens < 1:
             raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
         self._folder = folder
         self._vocab_size = vocab_size
         self._shard_tokens = shard_tokens
-        self._kind = IMAGES if images else ""
+        self._kind = ""
+        if images:
+            self._kind = IMAGES
+        elif preferences:
+            self._kind = PREFERENCES
         dtype = token_dtype(vocab_size, images=images)
-        self._open = _OpenShard(dtype, masked=masked, pairs=pairs, paragraphs=paragraphs, images=images)
+        self._open = _OpenShard(
+            dtype,
+            masked=masked,
+            pairs=pairs or preferences,
+            paragraphs=paragraphs,
+            labels=images or preferences,
+            seconds=preferences,
+        )
         self._entries: list[ShardEntry] = []
         # Document counts by bit length of the token count: the only length statistics in the manifest.
         self._by_bits = [0] * 64
@@ -269,7 +284,9 @@ class _OpenLists:
 class _OpenShard:
     """A shard's pending documents: their tokens, and a few bytes per document."""
 
-    def __init__(self, dtype: np.dtype, *, masked: bool, pairs: bool, paragraphs: bool, images: bool) -> None:
+    def __init__(
+        self, dtype: np.dtype, *, masked: bool, pairs: bool, paragraphs: bool, labels: bool, seconds: bool
+    ) -> None:
         self._target = _OpenColumn(dtype)
         self.source: _OpenColumn | None = None
         if pairs:
@@ -278,8 +295,11 @@ class _OpenShard:
         self._lists = {name: _OpenLists() for name, kept in ((TARGET_RUNS, masked), (PARAGRAPHS, paragraphs)) if kept}
         """Columns with number lists, by name."""
         self._labels: array | None = None
-        if images:
+        if labels:
             self._labels = array("i")
+        self._seconds: array | None = None
+        if seconds:
+            self._seconds = array("q")
         self._sources = array("h")
         self._hashes = array("Q")
         self._names: list[str] = []
@@ -314,6 +334,10 @@ class _OpenShard:
         assert (document.label is not None) == (self._labels is not None), "a folder cannot mix images and texts"
         if self._labels is not None and document.label is not None:
             self._labels.append(document.label)
+        assert (document.second is not None) == (self._seconds is not None), "a folder cannot mix preferences and texts"
+        if self._seconds is not None and document.second is not None:
+            assert 0 < document.second < len(document.tokens), "both replies have tokens"
+            self._seconds.append(document.second)
         self._sources.append(document.source)
         self._hashes.append(document.hash)
         self._names.append(document.name)
@@ -332,6 +356,8 @@ class _OpenShard:
             columns[SOURCE] = self.source.column()
         if self._labels is not None:
             columns[LABEL] = pa.array(np.frombuffer(self._labels, np.int32))
+        if self._seconds is not None:
+            columns[SECOND] = pa.array(np.frombuffer(self._seconds, np.int64))
         return pa.record_batch(columns)
 
     def clear(self) -> None:
@@ -343,6 +369,8 @@ class _OpenShard:
         self._lists = {name: _OpenLists() for name in self._lists}
         if self._labels is not None:
             self._labels = array("i")
+        if self._seconds is not None:
+            self._seconds = array("q")
         self._sources, self._hashes, self._names = array("h"), array("Q"), []
 
 
