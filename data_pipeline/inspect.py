@@ -15,17 +15,20 @@ import xxhash
 from data_pipeline.image_contents import ImageContents, image_contents
 from data_pipeline.loader import open_order
 from data_pipeline.mixture.file import Mixture, is_mixture
+from data_pipeline.preference_contents import PreferenceContents, preference_contents
 from data_pipeline.prepare.duplicates.outcome import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.epoch_blocks import BlockPlanner, PackReport
 from data_pipeline.rows.fim_documents import Documents
 from data_pipeline.rows.pack import BEST_FIT, Packing, Piece
+from data_pipeline.rows.preferences import PreferenceRule
 from data_pipeline.rows.row_reader import documents_in
 from data_pipeline.shards.local_copies import LocalCopy, copies_folder, open_folder
 from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest
 from data_pipeline.shards.marked import marked_text, mask_of
 from data_pipeline.shards.problems import shard_problems
 from data_pipeline.shards.reader import Corpus, ShardSet, SourceSide, manifest_tokenizer
+from data_pipeline.shards.references import read_references
 from data_pipeline.shards.shard_compression import PACKED_FILE
 from data_pipeline.stores.urls import Location, locate
 from longctx.errors import ConfigError, DataError
@@ -77,6 +80,8 @@ class Description:
     """Packing in epoch 0 with seed 0 at the requested ``seq_len``; estimated beyond ``PLANNED_DOCUMENTS`` documents."""
     images: ImageContents | None = None
     """Shape and classes of images; None for texts."""
+    preferences: PreferenceContents | None = None
+    """Labels and the first record of preferences; None for other documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +134,12 @@ def describe(folder: str | Path, *, seq_len: int | None = None, source_seq_len: 
     packing = None
     if seq_len is not None:
         _check_seq_len(seq_len)
-        _check_texts(shards)
-        planner = BlockPlanner(shards, seq_len, source_seq_len=source_seq_len)
+        rule = BEST_FIT
+        if shards.manifest.is_preferences:
+            rule = Packing(examples=PreferenceRule())
+        else:
+            _check_texts(shards)
+        planner = BlockPlanner(shards, seq_len, source_seq_len=source_seq_len, packing=rule)
         packing = planner.report(documents=PLANNED_DOCUMENTS)
     return Description(
         folder=str(folder),
@@ -153,10 +162,11 @@ def describe(folder: str | Path, *, seq_len: int | None = None, source_seq_len: 
         counted_tokens=manifest.num_targets or manifest.tokens,
         conversation=_first_conversation(shards),
         source_tokens=manifest.source_tokens,
-        longest_source_tokens=shards.longest_document("source") if shards.manifest.has_sources else 0,
+        longest_source_tokens=shards.longest_document("source") if manifest.source_tokens else 0,
         pair=_first_pair(shards),
         packing=packing,
         images=image_contents(shards) if shards.is_images else None,
+        preferences=preference_contents(shards) if manifest.is_preferences else None,
     )
 
 
@@ -411,6 +421,11 @@ def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: L
     elif tokenizer is not None and manifest.is_images:
         yield f"{place / MANIFEST_FILE} lists images, but the folder has a text tokenizer. Build the folder again."
     yield from shard_problems(folder, manifest, padding=padding, image_format=image_format, copy=copy)
+    if manifest.is_preferences:
+        try:
+            read_references(place, manifest)
+        except DataError as error:
+            yield str(error)
     # Reported last, because shards are checked without a tokenizer too.
     if tokenizer is None:
         yield problem
@@ -467,7 +482,12 @@ def _piece_view(shards: ShardSet, tokenizer: Tokenizer, piece: tuple[int, int, i
 
 
 def _check_texts(shards: ShardSet) -> None:
-    """Raise DataError for a folder of images: its rows depend on the model, and none is text."""
+    """Raise DataError for a folder of images or preferences: a row's documents are made as it is read."""
+    if shards.manifest.is_preferences:
+        raise DataError(
+            f"{shards.folder} contains preferences: rows depend on the objective, so they are not shown here.\n"
+            f"Look at the first record: longctx data inspect {shards.folder}"
+        )
     if shards.is_images:
         raise DataError(
             f"{shards.folder} contains images: a model's patches or pixels fill the rows, so they are not known here.\n"

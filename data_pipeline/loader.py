@@ -442,9 +442,8 @@ class ValidationLoader:
         (predicted from both sides), and for examples made from texts (half their targets are sentinels).
         """
         reader = self._reader
-        if reader.masking is not None or reader.recipe is not None or reader.replies is not None:
-            return None
-        if any(shards.is_masked for shards in self.folders):
+        is_unknown = reader.masking is not None or reader.recipe is not None or reader.replies is not None
+        if is_unknown or any(shards.is_masked for shards in self.folders):
             return None
         means = [shards.manifest.bytes_per_token for shards in self.folders]
         if len(means) == 1:

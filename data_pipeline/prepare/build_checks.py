@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from data_pipeline.prepare.left_out import left_out_lines
@@ -39,6 +40,17 @@ def check_images(source: TextSource, tokenizer: Tokenizer, job: EncodeJob) -> No
         raise DataError(
             "exact, paragraphs, special tokens and duplicates apply to texts, not to images. Leave them out."
         )
+
+
+def preference_rule(chat: ChatRule | None) -> ChatRule:
+    """Return the rule for preferences, of which the last replies count; raise ``DataError`` for other options."""
+    chat = chat or ChatRule()
+    if chat.train_on not in (ChatRule().train_on, "last") or chat.too_long != "drop":
+        raise DataError(
+            f"--train-on {chat.train_on} and --too-long {chat.too_long} apply to conversations: in preferences both "
+            "replies count, and longer records are left out. Leave the options out."
+        )
+    return replace(chat, train_on="last")
 
 
 def check_parsing(source: TextSource, tokenizer: Tokenizer, *, paragraphs: bool, exact: bool) -> None:

@@ -18,9 +18,11 @@ from data_pipeline.prepare.build_checks import (
     check_parsing,
     check_splits,
     check_trained,
+    preference_rule,
 )
 from data_pipeline.prepare.duplicates.duplicate_rule import DuplicateRule
 from data_pipeline.prepare.duplicates.outcome import DuplicateReport, Outcome, PartDecision, part_file, read_report
+from data_pipeline.prepare.encode_preferences import has_chat_template
 from data_pipeline.prepare.encode_texts import TextMismatch
 from data_pipeline.prepare.images.image_rule import ImageRule
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, read_left_out
@@ -34,7 +36,14 @@ from data_pipeline.prepare.parts.worker_messages import PartTask
 from data_pipeline.prepare.publish import check_output_free, send, transfer_folder
 from data_pipeline.prepare.source_items import Progress
 from data_pipeline.prepare.sources import TextSource
-from data_pipeline.shards.manifest import IMAGES, MANIFEST_FILE, PARAGRAPHS, VALIDATION_FOLDER, Manifest, hash_json
+from data_pipeline.shards.manifest import (
+    MANIFEST_FILE,
+    PARAGRAPHS,
+    PREFERENCES,
+    VALIDATION_FOLDER,
+    Manifest,
+    hash_json,
+)
 from data_pipeline.shards.shard_compression import PACKED_FILE, CompressedFolder
 from data_pipeline.shards.shard_verification import open_validated
 from data_pipeline.shards.shard_writer import DEFAULT_SHARD_TOKENS
@@ -42,6 +51,7 @@ from data_pipeline.stores.client import list_objects
 from data_pipeline.stores.urls import Location, ObjectPath, locate
 from longctx.chat.chat_rule import ChatRule, chat_options, resolve_time
 from longctx.chat.conversation import FIELDS
+from longctx.chat.preference import COMPARED, PREFERENCE_FIELDS
 from longctx.chat.tuned_chat_files import with_chat
 from longctx.errors import DataError
 from longctx.files import convert_write_errors
@@ -143,10 +153,10 @@ def build_shards(
     ``duplicates`` adds a first pass over the source: equal or similar texts are removed and listed, or kept in the same
     split. ``comparing`` reports that pass's progress.
 
-    ``chat`` sets how conversations are encoded; the folder then records the tokens in the loss. With
-    ``parse_special_tokens``, control tokens in texts become their ids, for conversations that are already rendered.
-    With ``paragraphs`` the folder records paragraph starts: after blank lines, or after every line if a text has no
-    blank line.
+    ``chat`` sets how conversations and preferences are encoded; for conversations the folder records the tokens in the
+    loss. With ``parse_special_tokens``, control tokens in texts become their ids, for conversations that are already
+    rendered. With ``paragraphs`` the folder records paragraph starts: after blank lines, or after every line if a text
+    has no blank line.
 
     For images, ``image_formats.choose_format`` returns ``tokenizer`` and ``images``; a hash of the pixels decides the
     split.
@@ -156,7 +166,7 @@ def build_shards(
     started = time.monotonic()
     _say_cut(source, say)
     chat = _chat_rule(source, chat, tokenizer, place, overwrite=overwrite)
-    if chat is not None:
+    if chat is not None and (source.fields.kind in FIELDS or has_chat_template(tokenizer, chat)):
         tokenizer = with_chat(tokenizer, chat, say)
     job = EncodeJob(
         paragraphs=paragraphs,
@@ -197,6 +207,9 @@ def _options(job: EncodeJob, source: TextSource, tokenizer: Tokenizer) -> dict[s
     }
     if job.chat is not None:
         options["chat"] = chat_options(tokenizer, job.chat)
+    if job.has_preferences:
+        kind = source.fields.kind
+        options[PREFERENCES] = "pairs" if kind == COMPARED else kind
     if job.images is not None:
         options |= job.images.options()
     if job.paragraphs:
@@ -223,7 +236,9 @@ def _chat_rule(
     source: TextSource, chat: ChatRule | None, tokenizer: Tokenizer, output: Location, *, overwrite: bool
 ) -> ChatRule | None:
     """Return the rule for encoding conversations; None for texts. Raise DataError for an invalid rule."""
-    if source.fields.kind not in FIELDS:
+    if source.fields.kind in PREFERENCE_FIELDS:
+        chat = preference_rule(chat)
+    elif source.fields.kind not in FIELDS:
         if chat is not None:
             raise DataError(f"{source.spec} contains no conversations: chat template and reply options do not apply.")
         return None
@@ -354,7 +369,7 @@ class _Build:
             sources=self.sources,
             options=self.options,
             outcome=outcome,
-            kind=IMAGES if self.job.images is not None else "",
+            kind=self.job.kind,
         )
         return differences[:SHOWN_DIFFERENCES]
 

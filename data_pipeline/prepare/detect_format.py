@@ -13,9 +13,10 @@ from data_pipeline.prepare.joining import Join
 from data_pipeline.prepare.readers.record_type import RecordType, detect_record_type, is_plain_text
 from data_pipeline.prepare.source_items import PAIRS, Fields, File
 from longctx.chat.conversation import FIELDS
+from longctx.chat.preference import COMPARED, PREFERENCE_FIELDS, preference_kind_of
 from longctx.errors import DataError
 
-AUTO = "auto"
+AUTO, PREFERENCES = "auto", COMPARED
 FORMATS = (AUTO, "text", *FIELDS)
 _DOCUMENTATION_NAMES = ("readme", "license", "licence", "copying", "notice", "citation", "changelog")
 """Prefixes of documentation files that come with any kind of data."""
@@ -28,8 +29,13 @@ def find_fields(
 ) -> tuple[Fields, frozenset[str]]:
     """Return a source's document fields, and the names of files already known to contain a text in them.
 
-    A ``source_field`` selects pairs. Raises DataError if the files are ambiguous or options conflict.
+    A ``source_field`` selects pairs, and the format ``preferences`` two replies or labelled ones, by the records'
+    fields. Raises DataError if the files are ambiguous or options conflict.
     """
+    if format == PREFERENCES:
+        if source_field or join is not None or text_field != Fields().text:
+            raise DataError("--source-field, --text-field and --join do not apply to preferences. Leave them out.")
+        return Fields(kind=_preference_kind(spec, files)), frozenset()
     if format not in FORMATS:
         raise DataError(f"format={format!r} must be one of {', '.join(FORMATS)}.")
     if source_field:
@@ -70,7 +76,28 @@ def _pairs(text_field: str, source_field: str, *, format: str, join: Join | None
 
 def describe_kind(kind: str) -> str:
     """Return the fields that identify a conversation type, for messages."""
-    return f"by {' and '.join(map(repr, FIELDS[kind]))}"
+    return f"by {' and '.join(map(repr, Fields(kind=kind).names))}"
+
+
+def _preference_kind(spec: str, files: Sequence[File]) -> str:
+    """Return the preference type that a source's files agree on; raise DataError if there is none, or several."""
+    found: dict[str, str] = {}
+    for file in files:
+        if file.format.kind == "text":
+            continue
+        kind = detect_record_type(file, Fields().text, preference_kind_of).kind
+        if kind:
+            found.setdefault(kind, file.name)
+    if len(found) == 1:
+        return next(iter(found))
+    if found:
+        raise DataError(
+            f"source={spec} contains preferences of two types.\n"
+            + "\n".join(f"{name}: {describe_kind(kind)}" for kind, name in found.items())
+            + "\nSelect the files of one type with --include or --exclude."
+        )
+    wanted = " or ".join(describe_kind(kind) for kind in PREFERENCE_FIELDS)
+    raise DataError(f"source={spec} contains no preferences: records are known {wanted}.")
 
 
 def _resolve_kind(spec: str, files: Sequence[File], looks: Mapping[str, RecordType], text_field: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from data_pipeline.stores.urls import Location
 from longctx.chat.conversation import FIELDS, Conversation
+from longctx.chat.preference import PREFERENCE_FIELDS, Preference
 
 PAIRS = "pairs"
 """Record type with a source and a target."""
@@ -37,12 +38,14 @@ class Document:
 
     name: str
     text: str
-    """For a conversation its messages' text (``conversation_text``), for a pair both sides; used to find duplicates and
-    to check lengths."""
+    """For a conversation its messages' text (``conversation_text``), for a pair both sides, for a preference its prompt
+    and replies; used to find duplicates and to check lengths."""
     conversation: Conversation | None = None
     """Messages, if the record is a conversation."""
     pair: tuple[str, str] | None = None
     """Source and target, if the record is a pair."""
+    preference: Preference | None = None
+    """Prompt and replies, if the record is a preference."""
     image: RawImage | None = None
     """Image, if the record is one; ``text`` is then empty."""
 
@@ -54,7 +57,8 @@ class Fields:
     text: str = "text"
     """Field with the text, for pairs the target, for images the image."""
     kind: str = "text"
-    """``text``, ``pairs``, ``images``, or a conversation type: ``messages``, ``conversations`` or ``prompt``."""
+    """``text``, ``pairs``, ``images``, a conversation type (``messages``, ``conversations`` or ``prompt``), or a
+    preference type (``preferences`` or ``labelled``)."""
     source: str = ""
     """Field with the source, for pairs."""
     label: str = ""
@@ -65,6 +69,8 @@ class Fields:
         """Fields that a record needs."""
         if self.kind == PAIRS:
             return (self.source, self.text)
+        if self.kind in PREFERENCE_FIELDS:
+            return PREFERENCE_FIELDS[self.kind]
         return FIELDS.get(self.kind, (self.text,))
 
     def to_json(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from data_pipeline.prepare.source_items import PAIRS, READABLE, Document, Fields
 from data_pipeline.prepare.source_reader import ANY_LENGTH, Lengths, ReadAs, SourceReader, strict_read_error
 from data_pipeline.stores.client import list_names
 from data_pipeline.stores.urls import Location, ObjectPath, locate
+from longctx.chat.preference import PREFERENCE_FIELDS
 from longctx.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -235,12 +236,12 @@ def open_source(
     with conversations.
 
     With a ``source_field`` records are pairs, and ``text_field`` contains the target. ``format`` selects the record
-    type: ``"text"``, a conversation type (``messages``, ``conversations`` or ``prompt``), or ``"auto"``: the type that
-    the files agree on. ``include``, ``exclude``, ``as_text`` and ``as_json`` (files to read as plain text or as JSON
-    whatever their suffix) take glob patterns on relative paths; ``*`` also crosses folders, and a folder's own path
-    stands for everything below it. Unreadable files and records are skipped and listed, or raise an error with
-    ``strict``. A text file is one document, or with ``join`` a directory's text files are joined into one. Documents
-    outside ``lengths`` are skipped and listed.
+    type: ``"text"``, a conversation type (``messages``, ``conversations`` or ``prompt``), ``"preferences"``, or
+    ``"auto"``: the type of text or conversation that the files agree on. ``include``, ``exclude``, ``as_text`` and
+    ``as_json`` (files to read as plain text or as JSON whatever their suffix) take glob patterns on relative paths;
+    ``*`` also crosses folders, and a folder's own path stands for everything below it. Unreadable files and records are
+    skipped and listed, or raise an error with ``strict``. A text file is one document, or with ``join`` a directory's
+    text files are joined into one. Documents outside ``lengths`` are skipped and listed.
 
     Every file's schema or first records are checked here. Raises ``DataError`` if there is nothing to read, if it is
     ambiguous whether the files contain conversations, or if most of the source lacks the requested fields and no other
@@ -321,6 +322,8 @@ def _check_fields(
             f"source={spec} has no pairs in fields {fields.source!r} (source) and {fields.text!r} (target).\n{faulty}\n"
             "Set the correct fields with --source-field and --text-field, or leave such files out with --exclude."
         )
+    if fields.kind in PREFERENCE_FIELDS:
+        raise DataError(f"source={spec} has no usable preferences {describe_kind(fields.kind)}.\n{faulty}")
     raise DataError(
         f"source={spec} has no conversations {describe_kind(fields.kind)}.\n{faulty}\n"
         f"Set the record type with --format ({', '.join(FORMATS)}), or leave such files out with --exclude."

@@ -64,22 +64,27 @@ class CorpusOptions:
     join_header: Annotated[str, arg(metavar="TEMPLATE")] = ""
     r"""Text before each file, e.g. '# {path}\n'; also {directory} and {name}. Default: empty."""
 
-    def open(self) -> TextSource:
-        """Open the source. Raise DataError if it does not exist, ConfigError if it is unset.
+    def open(self, *, preferences: bool = False) -> TextSource:
+        """Open the source, or one of preferences. Raise DataError if it does not exist, ConfigError if it is unset.
 
         Print a note if the source is not plain text, because this is detected and the user need not request it.
         """
-        from data_pipeline.prepare.detect_format import describe_kind
+        from data_pipeline.prepare.detect_format import PREFERENCES, describe_kind
         from data_pipeline.prepare.source_reader import Lengths
         from data_pipeline.prepare.sources import open_source
 
         if not self.source:
             raise ConfigError("--source is missing: a folder or file of text, its URL, or stdlib.")
+        record_format: str = self.format
+        if preferences:
+            if self.format != "auto":
+                raise ConfigError(f"--format {self.format} selects other records than --kind preferences. Choose one.")
+            record_format = PREFERENCES
         source = open_source(
             self.source,
             text_field=self.text_field,
             source_field=self.source_field,
-            format=self.format,
+            format=record_format,
             include=flatten_values(self.include),
             exclude=flatten_values(self.exclude),
             as_text=flatten_values(self.as_text),
@@ -90,6 +95,8 @@ class CorpusOptions:
         )
         if source.fields.kind == "pairs":
             note(f"{self.source}: pairs, {source.fields.source!r} to {source.fields.text!r}")
+        elif preferences:
+            note(f"{self.source}: preferences {describe_kind(source.fields.kind)}")
         elif source.fields.kind != "text":
             note(f"{self.source}: conversations {describe_kind(source.fields.kind)}")
         return source

@@ -77,7 +77,7 @@ def build(
     *,
     tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER")] = None,
     output: Annotated[str, arg(metavar="DIR")],
-    kind: Literal["text", "images"] = "text",
+    kind: Literal["text", "images", "preferences"] = "text",
     validation_fraction: float = 0.05,
     shard_tokens: int | None = None,
     exact: bool = False,
@@ -102,7 +102,8 @@ def build(
             images: folder with the classes, size and palette to reuse.
         output: Folder to create, or its URL (s3://, gs://): it is then built in the cache and sent, the manifest last.
         kind: images reads .png, .jpg, .bmp, .gif, .webp and .tif files, with the first folder as class, IDX files as
-            of MNIST, or Parquet.
+            of MNIST, or Parquet. preferences reads records with 'chosen' and 'rejected' replies to a 'prompt', or with
+            'prompt', 'completion' and 'label'.
         validation_fraction: Share of documents to hold out; 0 disables.
         shard_tokens: Close a shard at this many tokens; default: 2^26.
         exact: Stop at a document whose ids do not decode to its exact text, instead of counting such documents.
@@ -141,6 +142,9 @@ def build(
     if tokenizer is None:
         raise ConfigError("--tokenizer is missing. `longctx tokenizer train` makes one.")
     options |= {"exact": exact, "paragraphs": paragraphs, "parse_special_tokens": special_tokens == "parse"}
+    if kind == "preferences" and (exact or paragraphs or special_tokens != "text"):
+        raise ConfigError("--exact, --paragraphs and --special-tokens apply to texts, not to preferences.")
+    options["preferences"] = kind == "preferences"
     _build_texts(corpus, tokenizer, output, duplicates, chat_options, workers=worker_options, json=json, **options)
 
 
@@ -153,15 +157,16 @@ def _build_texts(
     *,
     workers: Workers,
     json: bool,
+    preferences: bool,
     **options: Any,
 ) -> None:
-    """Build a folder of texts and print the report; ``options`` go to ``build_shards``."""
+    """Build a folder of texts or preferences and print the report; ``options`` go to ``build_shards``."""
     from data_pipeline.prepare.build_shards import build_shards
 
     # Before the source is hashed, which may take minutes: errors in options and tokenizer are reported at once.
     rule, loaded = duplicates.rule(), _loaded(tokenizer)
     with workers.hired() as engine:
-        source = corpus.open()
+        source = corpus.open(preferences=preferences)
         hash_source(source)
         # Duplicates are found in a separate pass over the same bytes, before the encoding pass.
         passed = source.num_bytes if rule.finds else 0

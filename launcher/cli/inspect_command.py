@@ -16,6 +16,7 @@ from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
     from data_pipeline.inspect import Description, RowView
+    from data_pipeline.preference_contents import PreferenceContents
 
 
 def inspect(
@@ -82,6 +83,8 @@ def inspect(
         print_line(f"\nThe first conversation, with loss tokens between ⟦ and ⟧:\n\n{found[0].conversation}")
     if found[0].pair:
         print_line("\nThe first pair, source and target:\n\n" + "\n⇒\n".join(found[0].pair))
+    if found[0].preferences is not None:
+        print_line(_preference_text(found[0].preferences))
     if shown is not None:
         print_line(f"\n{_row_text(shown)}")
     if picture is not None:
@@ -159,10 +162,34 @@ def _description_column(found: Description, powers: list[int]) -> dict[str, str]
     return column
 
 
+def _preference_text(shown: PreferenceContents) -> str:
+    """Format the first record with preferences: the prompt, and its replies below titles."""
+    titles = ["chosen", "rejected"]
+    if shown.has_labels:
+        titles = ["undesirable", "reply to another prompt"]
+        if shown.label:
+            titles[0] = "desirable"
+    parts = [f"\nThe first record:\n\n{shown.prompt}"]
+    parts += [f"── {title}\n{reply}" for title, reply in zip(titles, (shown.first, shown.second), strict=True)]
+    return "\n".join(parts)
+
+
 def _of_sources(found: Description) -> dict[str, str]:
-    """Return the source properties of pairs; empty without pairs."""
+    """Return the properties of sources in pairs, or of prompts in preferences; empty without both."""
     if not found.source_tokens:
         return {}
+    if found.preferences is not None:
+        column = {
+            "tokens of prompts": f"{found.source_tokens:,}",
+            "longest prompt, tokens": f"{found.longest_source_tokens:,}",
+        }
+        if found.preferences.has_labels:
+            column["undesirable replies"] = f"{found.preferences.undesirable:,}"
+        origin = found.preferences.reference
+        column["reference model"] = "none"
+        if origin is not None:
+            column["reference model"] = ", ".join(f"{name} {value}" for name, value in origin.items())
+        return column
     return {
         "tokens of sources": f"{found.source_tokens:,}",
         "longest source, tokens": f"{found.longest_source_tokens:,}",

@@ -28,6 +28,8 @@ MERGED_PROMPT_TOKEN = "a reply's first token is one with the prompt's last"
 CONTROL_TOKENS_IN_TEXT = "control tokens in its text"
 UNCONDITIONAL_PROMPT = "the template writes the prompt for a reply behind each"
 MISPLACED_MARKS = "the template marks replies elsewhere than it writes them"
+PROMPT_DEPENDS_ON_REPLY = "the template writes another prompt for each reply"
+INTERRUPTED_REPLY = "the template marks a reply in several parts"
 EMPTY_LOSS_MASK = "no token counts"
 EMPTY_LOSS_MASK_AFTER_CUT = "no token counts in the part that is kept"
 REMEDIES = {
@@ -41,6 +43,8 @@ REMEDIES = {
     MERGED_PROMPT_TOKEN: "Let the template's prompt end with a newline or control token: --chat-template FILE.",
     CONTROL_TOKENS_IN_TEXT: "Remove them from the texts.",
     UNCONDITIONAL_PROMPT: "Use a template that adds it only if add_generation_prompt is true: --chat-template FILE.",
+    PROMPT_DEPENDS_ON_REPLY: "Use a template with one prompt for all replies: --chat-template FILE.",
+    INTERRUPTED_REPLY: "Mark each reply once by {% generation %}: --chat-template FILE.",
     MISPLACED_MARKS: "Move {% generation %} out of macros and {% set %} blocks: --chat-template FILE.",
 }
 """Reasons why a conversation cannot be trained on, each with a remedy."""

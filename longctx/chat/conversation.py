@@ -138,7 +138,7 @@ def part_text(part: Any) -> str:
 def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
     """Return the messages in a field: a list, a text that is one message, or a JSON list."""
     value = record.get(field)
-    if isinstance(value, str) and role and not _is_json_messages(value, field):
+    if isinstance(value, str) and role and not is_json_messages(value, field):
         return [{"role": role, "content": value}]
     if isinstance(value, str):
         value = _parse_json(value, field)
@@ -147,7 +147,7 @@ def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
     return value
 
 
-def _is_json_messages(text: str, field: str) -> bool:
+def is_json_messages(text: str, field: str) -> bool:
     """Return True if a text is a JSON list of messages, and not just a text that begins like one."""
     # The regex avoids parsing every text; the checks below avoid taking a text about JSON for messages.
     if not _TURNS.match(text):

@@ -16,6 +16,7 @@ from data_pipeline.prepare.duplicates.signed import SignedRecord, SignedWriter
 from data_pipeline.prepare.encode_conversations import encode_conversations
 from data_pipeline.prepare.encode_images import encode_images
 from data_pipeline.prepare.encode_pairs import encode_pairs
+from data_pipeline.prepare.encode_preferences import encode_preferences, with_mismatched_replies
 from data_pipeline.prepare.encode_texts import TextMismatch, encode_documents
 from data_pipeline.prepare.images.image_rule import ImageRule
 from data_pipeline.prepare.left_out import LeftOutFile
@@ -24,9 +25,11 @@ from data_pipeline.prepare.parts.source_parts import SourcePart
 from data_pipeline.prepare.parts.staging import KEPT
 from data_pipeline.prepare.source_items import PAIRS, Document
 from data_pipeline.prepare.source_reader import ReadAs, SourceReader
+from data_pipeline.shards.manifest import IMAGES, PREFERENCES
 from data_pipeline.shards.shard_writer import ShardWriter
 from longctx.chat.chat_encoder import ChatEncoder
 from longctx.chat.chat_rule import ChatRule
+from longctx.chat.preference import LABELLED, PREFERENCE_FIELDS
 from longctx.errors import DataError
 from longctx.files import convert_write_errors, sync_path
 from longctx.tokenizer.tokenizer_base import GROUP_CHARACTERS, Tokenizer
@@ -64,13 +67,25 @@ class EncodeJob:
     exact: bool
     duplicates: DuplicateRule = field(default_factory=DuplicateRule)
     chat: ChatRule | None = None
-    """How conversations are encoded; None if the source has texts."""
+    """How conversations and preferences are encoded; None if the source has texts."""
     paragraphs: bool = False
     """True if documents record their paragraphs' starts."""
     parse_special_tokens: bool = False
     """True if control tokens in texts become their ids."""
     images: ImageRule | None = None
     """How images are converted; None if the source has texts."""
+
+    @property
+    def has_preferences(self) -> bool:
+        """True if the records are prompts with replies to compare."""
+        return self.read_as.fields.kind in PREFERENCE_FIELDS
+
+    @property
+    def kind(self) -> str:
+        """Folder kind, as in the manifest."""
+        if self.images is not None:
+            return IMAGES
+        return PREFERENCES if self.has_preferences else ""
 
 
 def encode_part(
@@ -96,15 +111,20 @@ def encode_part(
                 folder / split,
                 vocab_size=tokenizer.vocab_size,
                 shard_tokens=job.shard_tokens,
-                masked=job.chat is not None,
+                masked=job.chat is not None and not job.has_preferences,
                 pairs=job.read_as.fields.kind == PAIRS,
                 paragraphs=job.paragraphs,
                 images=job.images is not None,
+                preferences=job.has_preferences,
             )
         # One list per source part; ``assemble_folder`` concatenates them in source order.
         left_out = LeftOutFile(folder)
         reader = SourceReader(job.read_as, left_out.add)
-        chosen = _Chosen(decision, reader.documents(part.pieces), one_by_one=job.chat is not None)
+        documents = reader.documents(part.pieces)
+        if job.read_as.fields.kind == LABELLED:
+            # Before duplicates are removed, so that the decision refers to the same documents.
+            documents = with_mismatched_replies(documents)
+        chosen = _Chosen(decision, documents, one_by_one=job.chat is not None)
         control_counter = ControlTokenCounter(tokenizer)
         num_mismatched, differences = _write_documents(
             chosen, writers, reader, job=job, tokenizer=tokenizer, control_counter=control_counter, advance=advance
@@ -206,6 +226,9 @@ def _write_documents(
         documents = encode_pairs(chosen, tokenizer, size)
     elif job.parse_special_tokens:
         documents = encode_parsed(chosen, tokenizer)
+    elif job.has_preferences:
+        assert job.chat is not None, "preferences are encoded by a rule"
+        documents = encode_preferences(chosen, tokenizer, job.chat, reader.note)
     elif job.chat is None:
         documents = encode_documents(control_counter.noting(chosen), tokenizer, size, paragraphs=job.paragraphs)
     else:

@@ -23,6 +23,7 @@ from data_pipeline.prepare.readers.records import (
 )
 from data_pipeline.prepare.source_items import PAIRS, Fields, FilePiece, Skip
 from longctx.chat.conversation import MEDIA, copy_json
+from longctx.chat.preference import COMPARED
 
 _OPTIONAL_COLUMNS = ("tools", "system", *MEDIA)
 """Optional columns in addition to a conversation's own."""
@@ -47,7 +48,10 @@ def columns_of(schema: pa.Schema, fields: Fields) -> list[str]:
     if fields.kind in ("text", PAIRS):
         return list(fields.names)
     # Leave duplicated optional columns out; a duplicated required column is rejected by name.
-    optional = tuple(name for name in _OPTIONAL_COLUMNS if schema.names.count(name) == 1)
+    candidates = _OPTIONAL_COLUMNS
+    if fields.kind == COMPARED:
+        candidates = (*_OPTIONAL_COLUMNS, "prompt")
+    optional = tuple(name for name in candidates if schema.names.count(name) == 1)
     return list(fields.names + optional)
 
 

@@ -145,9 +145,12 @@ def _check(item: Item, kind: str) -> tuple[Item, int]:
         return Skip(item.name, "empty"), 0
     text = item.text
     try:
-        if item.conversation is not None:
-            # Check all strings, not only the messages' text: a template may render any of them.
-            parts = [item.conversation.messages, item.conversation.tools]
+        # Check all strings, not only the messages' text: a template may render any of them.
+        conversations = [item.conversation]
+        if item.preference is not None:
+            conversations = [item.preference.first, item.preference.second]
+        parts = [[one.messages, one.tools] for one in conversations if one is not None]
+        if parts:
             text = json.dumps(parts, ensure_ascii=False, allow_nan=False)
         text.encode()
     except UnicodeEncodeError:

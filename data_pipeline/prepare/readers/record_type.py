@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +31,21 @@ class RecordType:
     has_text: bool = False
     """True if the text field contains a text."""
     kind: str = ""
-    """Conversation type, by its field; empty for other records."""
+    """Conversation or preference type, by its field; empty for other records."""
 
 
-def detect_record_type(file: File, text_field: str) -> RecordType:
-    """Return a file's record type, from its columns or from the first record that is a text or a conversation.
+Judge = Callable[[Mapping[str, Any]], str]
+"""Function that returns a record's kind by its fields: ``kind_of`` or ``preference_kind_of``."""
+
+
+def detect_record_type(file: File, text_field: str, kind_by: Judge = kind_of) -> RecordType:
+    """Return a file's record type, from its columns or from the first record that is a text or has a kind.
 
     Not for plain texts, which have no records.
     """
     try:
         with open_piece(full_piece(file)) as source:
-            return _DETECTORS[file.format.kind](source, text_field)
+            return _DETECTORS[file.format.kind](source, text_field, kind_by)
     except READ_ERRORS:
         # The check that follows reports the reason.
         return RecordType()
@@ -58,58 +62,58 @@ def is_plain_text(file: File, text_field: str) -> bool:
         return False
 
 
-def _detect_in_lines(source: OpenFile, text_field: str) -> RecordType:
-    return _first(records_in_lines(source), text_field)
+def _detect_in_lines(source: OpenFile, text_field: str, kind_by: Judge) -> RecordType:
+    return _first(records_in_lines(source), text_field, kind_by)
 
 
-def _detect_in_json(source: OpenFile, text_field: str) -> RecordType:
-    return _first(records_in_json(source), text_field)
+def _detect_in_json(source: OpenFile, text_field: str, kind_by: Judge) -> RecordType:
+    return _first(records_in_json(source), text_field, kind_by)
 
 
-def _detect_in_csv(source: OpenFile, text_field: str) -> RecordType:
+def _detect_in_csv(source: OpenFile, text_field: str, kind_by: Judge) -> RecordType:
     # A cell may contain JSON, so any column may hold lists.
-    return _by_columns(dict.fromkeys(columns_of_csv(source), _LIST), text_field)
+    return _by_columns(dict.fromkeys(columns_of_csv(source), _LIST), text_field, kind_by)
 
 
-def _detect_in_tsv(source: OpenFile, text_field: str) -> RecordType:
-    return _by_columns(dict.fromkeys(columns_of_tsv(source), _LIST), text_field)
+def _detect_in_tsv(source: OpenFile, text_field: str, kind_by: Judge) -> RecordType:
+    return _by_columns(dict.fromkeys(columns_of_tsv(source), _LIST), text_field, kind_by)
 
 
-def _detect_in_parquet(source: OpenFile, text_field: str) -> RecordType:
-    return _by_schema(schema_of_parquet(source), text_field)
+def _detect_in_parquet(source: OpenFile, text_field: str, kind_by: Judge) -> RecordType:
+    return _by_schema(schema_of_parquet(source), text_field, kind_by)
 
 
-def _detect_in_arrow(source: OpenFile, text_field: str) -> RecordType:
-    return _by_schema(schema_of_arrow(source), text_field)
+def _detect_in_arrow(source: OpenFile, text_field: str, kind_by: Judge) -> RecordType:
+    return _by_schema(schema_of_arrow(source), text_field, kind_by)
 
 
-def _first(entries: Iterable[Record | Skip], text_field: str) -> RecordType:
+def _first(entries: Iterable[Record | Skip], text_field: str, kind_by: Judge) -> RecordType:
     """Return the first record type found."""
     for entry in itertools.islice(entries, NUM_CHECK_RECORDS):
         if isinstance(entry, Skip) or not isinstance(entry.value, dict):
             continue
         text = entry.value.get(text_field)
-        found = RecordType(isinstance(text, str) and text != "", kind_of(entry.value))
+        found = RecordType(isinstance(text, str) and text != "", kind_by(entry.value))
         if found != RecordType():
             return found
     return RecordType()
 
 
-def _by_schema(schema: pa.Schema, text_field: str) -> RecordType:
+def _by_schema(schema: pa.Schema, text_field: str, kind_by: Judge) -> RecordType:
     shapes: dict[str, Any] = {}
     for field in schema:
         shapes[field.name] = None
         if has_text(schema, field.name) or pa.types.is_list(field.type) or pa.types.is_large_list(field.type):
             shapes[field.name] = _LIST
-    # ``kind_of`` judges a record by its field names and by which of them hold lists.
-    return RecordType(has_text(schema, text_field), kind_of(shapes))
+    # ``kind_by`` judges a record by its field names and by which of them hold lists.
+    return RecordType(has_text(schema, text_field), kind_by(shapes))
 
 
-def _by_columns(shapes: dict[str, Any], text_field: str) -> RecordType:
-    return RecordType(text_field in shapes, kind_of(shapes))
+def _by_columns(shapes: dict[str, Any], text_field: str, kind_by: Judge) -> RecordType:
+    return RecordType(text_field in shapes, kind_by(shapes))
 
 
-_DETECTORS: dict[str, Callable[[OpenFile, str], RecordType]] = {
+_DETECTORS: dict[str, Callable[[OpenFile, str, Judge], RecordType]] = {
     "lines": _detect_in_lines,
     "json": _detect_in_json,
     "csv": _detect_in_csv,

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from data_pipeline.prepare.source_items import PAIRS, Document, Fields, FileContentError, Item, Skip
 from longctx.chat.conversation import NoConversationError, conversation_of, conversation_text
+from longctx.chat.preference import INVALID_LABEL, PREFERENCE_FIELDS, NoPreferenceError, preference_of
 
 # Limits against decompression bombs and damaged lengths: sources may come from anywhere, and one bad file must not
 # exhaust a builder's memory.
@@ -93,10 +94,15 @@ def _pair(name: str, value: dict[str, Any], fields: Fields) -> Item:
 
 
 def _conversation(name: str, value: dict[str, Any], kind: str) -> Item:
-    """Convert a record with a conversation's fields."""
+    """Convert a record with a conversation's or preference's fields."""
     try:
+        if kind in PREFERENCE_FIELDS:
+            preference = preference_of(value, kind)
+            return Document(name, preference.text, preference=preference)
         conversation = conversation_of(value, kind)
         return Document(name, conversation_text(conversation), conversation)
+    except NoPreferenceError as error:
+        return Skip(name, error.reason, error.detail, is_fault=error.reason == INVALID_LABEL)
     except NoConversationError as error:
         where = ""
         if error.turn >= 0:
