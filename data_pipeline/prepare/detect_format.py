@@ -76,7 +76,10 @@ def _pairs(text_field: str, source_field: str, *, format: str, join: Join | None
 
 def describe_kind(kind: str) -> str:
     """Return the fields that identify a conversation type, for messages."""
-    return f"by {' and '.join(map(repr, Fields(kind=kind).names))}"
+    *names, last = map(repr, Fields(kind=kind).names)
+    if not names:
+        return f"by {last}"
+    return f"by {', '.join(names)} and {last}"
 
 
 def _preference_kind(spec: str, files: Sequence[File]) -> str:

@@ -99,7 +99,8 @@ def encode_preferences(
                 # Equal records are in one split; a mismatched reply is not a part of its record.
                 hash=xxhash.xxh3_64_intdigest(document.text.encode()),
                 name=document.name,
-                text_bytes=len(document.text.encode()),
+                # Of the replies only, as the tokens.
+                text_bytes=_preference(document).reply_bytes,
                 source_tokens=prompt.astype(dtype),
                 second=len(first),
                 label=_preference(document).label,

@@ -30,7 +30,7 @@ from data_pipeline.prepare.source_items import PAIRS, READABLE, Document, Fields
 from data_pipeline.prepare.source_reader import ANY_LENGTH, Lengths, ReadAs, SourceReader, strict_read_error
 from data_pipeline.stores.client import list_names
 from data_pipeline.stores.urls import Location, ObjectPath, locate
-from longctx.chat.preference import PREFERENCE_FIELDS
+from longctx.chat.preference import COMPARED, PREFERENCE_FIELDS
 from longctx.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ def _check_fields(
         raise DataError(
             f"source={spec} has no text in field {fields.text!r}.\n{faulty}\n"
             "Set the correct field with --text-field (text_field), leave such files out with --exclude, "
-            "or read them as plain text with --as-text."
+            f"or read them as plain text with --as-text.{_preference_hint(faulty)}"
         )
     if fields.kind == PAIRS:
         raise DataError(
@@ -328,6 +328,13 @@ def _check_fields(
         f"source={spec} has no conversations {describe_kind(fields.kind)}.\n{faulty}\n"
         f"Set the record type with --format ({', '.join(FORMATS)}), or leave such files out with --exclude."
     )
+
+
+def _preference_hint(faulty: str) -> str:
+    """Return how to read preferences, if the faulty files' fields look like them."""
+    if not all(repr(name) in faulty for name in PREFERENCE_FIELDS[COMPARED]):
+        return ""
+    return "\nRecords with chosen and rejected replies are preferences: --kind preferences."
 
 
 def _check_json_suffixes(spec: str, *, files: list[File], candidates: list[File], problems: list[Skip]) -> None:

@@ -110,6 +110,8 @@ def reader_options_for(
     ``augments`` is False in validation, which reads the middle of every image, unflipped.
     """
     if isinstance(packing.examples, PreferenceRule):
+        if source_seq_len:
+            raise ConfigError(f"data.source_seq_len={source_seq_len} does not apply to preferences. Leave it out.")
         return {"replies": PreferenceReplies(packing.examples, folders)}
     check_kind_of_texts(folders[0])
     if isinstance(packing.examples, ImageRule):

@@ -188,7 +188,7 @@ def _build_texts(
                 ),
                 **options,
             )
-    _say_build(report, loaded, json=json)
+    _say_build(report, loaded, json=json, preferences=preferences)
 
 
 def _loaded(tokenizer: Path) -> Tokenizer:
@@ -317,7 +317,7 @@ def _can_parse(tokenizer: Tokenizer) -> bool:
         return False
 
 
-def _say_build(report: BuildReport, tokenizer: Tokenizer, *, json: bool) -> None:
+def _say_build(report: BuildReport, tokenizer: Tokenizer, *, json: bool, preferences: bool = False) -> None:
     if json:
         print_json(_build_json(report))
         return
@@ -354,6 +354,9 @@ def _say_build(report: BuildReport, tokenizer: Tokenizer, *, json: bool) -> None
         )
     else:
         print_line(f"{report.output} was made in {report.seconds:.1f} s.")
+    if preferences:
+        print_line(f"Look at it: {command_line('data', 'inspect', report.output)}")
+        return
     train, inspect_options = ["--data.train", report.output], ["--seq-len", 4096]
     if report.training.source_tokens:
         # Any recipe with an encoder works; this one trains on any machine.

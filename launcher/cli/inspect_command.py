@@ -155,7 +155,10 @@ def _description_column(found: Description, powers: list[int]) -> dict[str, str]
             prefix, sample = "about ", f", estimated from {found.packing.planned_documents:,} documents"
         column["rows per epoch"] = f"{prefix}{found.packing.rows:,}{sample}"
         column["padding"] = f"{prefix}{100 * found.packing.padding_share:.2f}%"
-        column |= truncation_counts(found.packing)
+        if found.preferences is not None:
+            column["records left out, longer than a row"] = f"{prefix}{found.packing.pairs_left_out or 0:,}"
+        else:
+            column |= truncation_counts(found.packing)
     for k in powers:
         count = found.length_histogram.get(f"2^{k}", 0)
         column[f"documents of {2**k:,} to {2 ** (k + 1) - 1:,} tokens"] = str(count)

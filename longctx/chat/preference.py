@@ -70,6 +70,12 @@ class Preference:
             lines.append(conversation_text(self.second.part([len(self.second.messages) - 1])))
         return "\n".join(lines)
 
+    @property
+    def reply_bytes(self) -> int:
+        """UTF-8 bytes in both replies' texts."""
+        replies = [one.messages[-1] for one in (self.first, self.second) if one is not None]
+        return sum(len(_content(reply).encode()) for reply in replies)
+
     def with_second(self, other: Preference) -> Preference:
         """Return the record with another single reply as its second one."""
         messages = (*self.prompt, other.first.messages[-1])
