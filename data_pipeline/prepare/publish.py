@@ -18,7 +18,14 @@ from pathlib import Path
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.shards.block_checksum import checksum_file
 from data_pipeline.shards.file_states import cache_folder
-from data_pipeline.shards.manifest import LIST_OF_BEFORE, MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
+from data_pipeline.shards.manifest import (
+    LIST_OF_BEFORE,
+    MANIFEST_FILE,
+    REFERENCES_FILE,
+    VALIDATION_FOLDER,
+    Manifest,
+    hash_json,
+)
 from data_pipeline.shards.shard_compression import DEFAULT_LEVEL, LEVELS, PACKED_FILE, CompressedFolder, compress_shard
 from data_pipeline.stores.client import list_objects, remove, upload
 from data_pipeline.stores.urls import ObjectPath, locate
@@ -161,7 +168,7 @@ def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
             say(f"packed {split / entry.file} ({number} of {len(manifest.shards)})")
         names = [checksum_file(entry.file) for entry in manifest.shards if entry.sums]
         names += [path.name for path in (folder / split).iterdir() if is_tokenizer_file(path.name)]
-        for name in (*names, LEFT_OUT_FILE, MANIFEST_FILE):
+        for name in (*names, LEFT_OUT_FILE, REFERENCES_FILE, MANIFEST_FILE):
             if (folder / split / name).is_file():
                 shutil.copyfile(folder / split / name, staging / split / name)
         packing = CompressedFolder(manifest=manifest.hash, shards=packed)
@@ -180,7 +187,7 @@ def _names_in_order(folder: Path) -> list[str]:
 def _is_ours(name: str) -> bool:
     """Return whether a shard folder may contain a file at this relative path."""
     own = name.removeprefix(f"{VALIDATION_FOLDER}/")
-    known = (MANIFEST_FILE, PACKED_FILE, LEFT_OUT_FILE, LIST_OF_BEFORE)
+    known = (MANIFEST_FILE, PACKED_FILE, LEFT_OUT_FILE, REFERENCES_FILE, LIST_OF_BEFORE)
     return own in known or is_tokenizer_file(own) or _SHARD_FILE.fullmatch(own) is not None
 
 

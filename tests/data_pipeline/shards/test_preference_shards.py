@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.inspect import describe, find_problems
+from data_pipeline.prepare.publish import pack_folder
 from data_pipeline.prepare.shard_removal import remove_shards
 from data_pipeline.shards.manifest import REFERENCES_FILE, Manifest
 from data_pipeline.shards.reader import ShardSet
@@ -124,6 +125,16 @@ def test_references_are_replaced_and_shown(folder: Path):
     assert Manifest.load(folder).hash == manifest_hash
     assert find_problems(folder) == []
     assert sorted(path.name for path in folder.iterdir() if "reference" in path.name) == [REFERENCES_FILE]
+
+
+def test_a_packed_folder_keeps_its_references(folder: Path, tmp_path: Path):
+    write_references(folder, SUMS_N2, {"weights": "w"})
+    pack_folder(folder, tmp_path / "packed", overwrite=False, say=lambda _: None)
+    shards = ShardSet.open(tmp_path / "packed", cache=str(tmp_path / "cache"))
+    assert shards.second_starts(np.arange(5)).tolist() == [size[1] for size in SIZES]
+    assert shards.references is not None
+    assert shards.references.sums_N2.tolist() == SUMS_N2.tolist()
+    assert find_problems(tmp_path / "packed") == []
 
 
 def test_references_of_other_shards_are_refused(folder: Path, tokenizer: Tokenizer, tmp_path: Path):

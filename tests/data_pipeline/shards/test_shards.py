@@ -109,7 +109,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "missing manifest": (lambda f: (f / "manifest.json").unlink(), "is not a shard folder"),
     "a list for a manifest": (lambda f: (f / "manifest.json").write_text("[]"), "is not a JSON object"),
-    "other version": (lambda f: edit(f / "manifest.json", lambda m: m.update(version=4)), "format version 4"),
+    "other version": (lambda f: edit(f / "manifest.json", lambda m: m.update(version=5)), "format version 5"),
     "other format": (lambda f: edit(f / "manifest.json", lambda m: m.update(format="x")), "not a shard manifest"),
     "sealed with a field too few": (
         lambda f: edit(f / "manifest.json", lambda m: m.pop("padding"), seal=True),
