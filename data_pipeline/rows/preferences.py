@@ -24,6 +24,8 @@ from longctx.errors import ConfigError
 
 _WHOLE = 1 << 40
 """Piece length above any record, so that no record is cut."""
+_KNOWN_RECORDS = 1 << 16
+"""Records with sizes in memory, about 200 bytes each; beyond that they are read again."""
 _DOCUMENTS = 3
 """Document numbers per record: 3n is its prefix, 3n + 1 its first reply, 3n + 2 the second."""
 _PREFIX, _FIRST, _SECOND = range(_DOCUMENTS)
@@ -80,6 +82,7 @@ class PreferenceReplies:
         self.has_labelled_replies = folders[0].manifest.has_labelled_replies
         """True if records are single replies with a label, and the second reply belongs to another prompt."""
         self._records = Corpus(folders)
+        self._known: dict[int, tuple[int, int, int]] = {}
         self.padding = self._records.padding
         self.first_documents = tuple(_DOCUMENTS * first for first in self._records.first_documents)
 
@@ -180,12 +183,20 @@ class PreferenceReplies:
 
     def _sizes(self, records: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return the tokens of each record's prompt, first and second reply."""
-        # Ascending and once each: shards are read front to back.
-        unique, inverse = np.unique(np.array(records, np.int64), return_inverse=True)
-        prompts, replies = self._records.lengths_of(unique, "source"), self._records.lengths_of(unique)
-        seconds = self._records.second_starts(unique)
-        sizes = np.stack([prompts, seconds, replies - seconds], axis=1)
-        return list(map(tuple, sizes[inverse].tolist()))
+        # A batch asks for a record several times: for its layout, its tokens, and each reply's targets. Threads may
+        # share the dictionary: each has its own reference to one that never loses an entry.
+        known = self._known
+        new = sorted({record for record in records if record not in known})
+        if new:
+            if len(known) > _KNOWN_RECORDS:
+                known = self._known = {record: known[record] for record in records if record in known}
+            # All together, in ascending order: shards are read front to back.
+            numbers = np.array(new, np.int64)
+            prompts, replies = self._records.lengths_of(numbers, "source"), self._records.lengths_of(numbers)
+            seconds = self._records.second_starts(numbers)
+            sizes = np.stack([prompts, seconds, replies - seconds], axis=1).tolist()
+            known.update(zip(new, map(tuple, sizes), strict=True))
+        return [known[record] for record in records]
 
 
 @dataclass(frozen=True, slots=True)
