@@ -355,7 +355,7 @@ def _parts_of(shards: ShardSet, documents: np.ndarray, special_tokens: int) -> P
 def _records_of(shards: ShardSet, records: np.ndarray, rule: PreferenceRule) -> Parts:
     """Return these records as document parts to plan, each as long as the row tokens that it takes."""
     prompt_lengths = shards.lengths_of(records, "source")
-    return Parts.whole(records, rule.row_tokens(prompt_lengths, shards.lengths_of(records)), prompt_lengths)
+    return Parts.whole(records, rule.tokens_in_rows(prompt_lengths, shards.lengths_of(records)), prompt_lengths)
 
 
 class FirstRows:

@@ -45,7 +45,7 @@ class PreferenceRule:
             return "preferences with shared prompts"
         return "preferences"
 
-    def row_tokens(self, prompt_lengths: np.ndarray, reply_lengths: np.ndarray) -> np.ndarray:
+    def tokens_in_rows(self, prompt_lengths: np.ndarray, reply_lengths: np.ndarray) -> np.ndarray:
         """Return the row tokens that records take, given the tokens of their prompts and of both replies together."""
         if self.shared_prompts:
             # Both replies have a copy of the prompt's last token.
@@ -53,7 +53,7 @@ class PreferenceRule:
         return 2 * prompt_lengths + reply_lengths
 
     def lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the lengths unchanged: rows are planned with ``row_tokens``."""
+        """Return the lengths unchanged: rows are planned with ``tokens_in_rows``."""
         return lengths
 
     def source_lengths(self, lengths: np.ndarray) -> None:

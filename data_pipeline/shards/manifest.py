@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from data_pipeline.stores.urls import Location
+from longctx.chat.preference import LABELLED
 from longctx.errors import DataError
 from longctx.files import check_link, write_synced
 from longctx.untrusted import git_lfs
@@ -39,8 +40,6 @@ IMAGES = "images"
 PREFERENCES = "preferences"
 """Folder kind with a prompt and two replies per document: the source tokens are the prompt, the tokens the first reply
 and then the second."""
-LABELLED = "labelled"
-"""Value of the build option ``preferences`` if the records are single replies with a label; otherwise ``pairs``."""
 MANIFEST_FILE = "manifest.json"
 REFERENCES_FILE = "references.arrow"
 """File with a reference model's log-likelihoods, beside the shards (``shards.references``)."""

@@ -65,6 +65,12 @@ def replies_in(batch: Batch) -> list[dict[str, Any]]:
     return found
 
 
+def references_in(batch: Batch) -> torch.Tensor:
+    """Each record's reference log-likelihoods."""
+    assert batch.reference_P2 is not None
+    return batch.reference_P2
+
+
 def wanted_replies(number: int, sizes: Sizes, vocab_size: int) -> list[dict[str, Any]]:
     """The same of a record, without packing."""
     prompt, *replies = (ids.tolist() for ids in ids_of(number, sizes, vocab_size))
@@ -105,8 +111,8 @@ def test_a_row_gives_back_every_record_that_fits(tokenizer, tmp_path_factory, pa
         found += replies_in(batch)
         labels += batch.num_labels
         num_targets += int((batch.targets != IGNORED_TARGET).sum())
-        assert len(batch.reference_P2) == batch.num_labels
-        assert torch.isnan(batch.reference_P2).all()
+        assert len(references_in(batch)) == batch.num_labels
+        assert torch.isnan(references_in(batch)).all()
     wanted = [wanted_replies(n, sizes[n], tokenizer.vocab_size) for n in fitting]
     # First and second reply follow each other.
     assert sorted(map(str, zip(found[::2], found[1::2], strict=True))) == sorted(str(tuple(pair)) for pair in wanted)
@@ -143,8 +149,8 @@ def test_labels_and_references_are_those_of_the_records(labelled: Path, tokenize
     for _ in range(8):
         batch = next(loader)
         numbers = [firsts[str(reply["tokens"])] for reply in replies_in(batch)[::2]]
-        assert batch.reference_P2.dtype == torch.float64
-        assert batch.reference_P2.tolist() == sums_N2[numbers].tolist()
+        assert references_in(batch).dtype == torch.float64
+        assert references_in(batch).tolist() == sums_N2[numbers].tolist()
         flat = batch.labels.flatten()
         assert flat[batch.label_indices].tolist() == [labels[n] for n in numbers]
         assert (flat != IGNORED_TARGET).sum() == len(numbers)
@@ -170,12 +176,12 @@ def test_a_rank_reads_its_part(labelled: Path, layout: str, degree: int):
         batch = next(whole).flatten_rows()
         shares = [loader.take(place(rank)).share for rank, loader in enumerate(ranks)]
         assert sum(share.num_targets for share in shares) == int((batch.targets != IGNORED_TARGET).sum())
-        assert sum(share.num_labels for share in shares) == batch.num_labels == len(batch.reference_P2)
+        assert sum(share.num_labels for share in shares) == batch.num_labels == len(references_in(batch))
         for rank, share in enumerate(shares):
             got = share.unpack()
             for name, x in batch.per_token().items():
                 assert torch.equal(got.per_token()[name], got.placement.split(x, rank, 1)), name
-            torch.testing.assert_close(got.reference_P2, batch.reference_P2, equal_nan=True)
+            torch.testing.assert_close(references_in(got), references_in(batch), equal_nan=True)
 
 
 def test_shared_prompts_need_one_rank(folder: Path):
@@ -204,7 +210,7 @@ def test_a_run_goes_on_at_any_step(folder: Path, packing: Packing):
 def test_validation_reads_every_record_once(folder: Path, packing: Packing):
     loader = build_validation_loader(folder, seq_len=48, micro_batch_rows=2, packing=packing)
     batches = list(loader)
-    assert sum(len(batch.reference_P2) for batch in batches) == sum(row_tokens(size, packing) <= 48 for size in SIZES)
+    assert sum(len(references_in(batch)) for batch in batches) == sum(row_tokens(size, packing) <= 48 for size in SIZES)
     assert loader.bytes_per_token is None
     assert [batch.tokens.tolist() for batch in loader] == [batch.tokens.tolist() for batch in batches]
 
@@ -232,7 +238,7 @@ def test_a_mixture_reads_both_folders(folder: Path, tokenizer: Tokenizer, tmp_pa
             source = int(batch.sources[document])
             pair = str(replies[2 * place : 2 * place + 2])
             assert pair in wanted[source]
-            assert torch.isnan(batch.reference_P2[place]).all() == (source == 0)
+            assert torch.isnan(references_in(batch)[place]).all() == (source == 0)
             seen[source].add(pair)
     assert all(len(found) > 5 for found in seen)
     assert describe_mixture(path).sources[1].documents == len(sizes)
