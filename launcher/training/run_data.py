@@ -27,7 +27,7 @@ from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.throughput import training_flops
 from launcher.training.data_check import check_data, fetch_data
 from launcher.training.run_origin import Kind, RunOrigin
-from longctx.chat.template_files import hash_templates
+from longctx.chat.template_files import find_chat_templates, hash_templates
 from longctx.chat.tuned_chat_files import tuned_files
 from longctx.config import ModelConfig
 from longctx.conversion.auxiliary_files import read_notices
@@ -198,8 +198,10 @@ def _tokenizer_files(
 
 
 def _with_chat_template(files: dict[str, bytes], folders: Sequence[ShardSet]) -> dict[str, bytes]:
-    """Add the chat template from the data's conversations, if any, to a tokenizer's files."""
-    chat_tokenizers = [folder.tokenizer() for folder in folders if folder.is_masked]
+    """Add the chat template from the data's conversations or preferences, if any, to a tokenizer's files."""
+    chat_tokenizers = [folder.tokenizer() for folder in folders if folder.is_masked or folder.manifest.is_preferences]
+    # Preferences may be plain texts, built without a template.
+    chat_tokenizers = [chat for chat in chat_tokenizers if find_chat_templates(chat.files, chat.path)]
     if not chat_tokenizers:
         return files
     first = chat_tokenizers[0]
@@ -222,6 +224,9 @@ def leaves_remainders(folders: Sequence[ShardSet], seq_len: int) -> bool:
 
 
 def _leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
+    # Records share rows, and are never cut.
+    if shards.manifest.is_preferences:
+        return True
     if sum(entry.tokens for entry in shards.manifest.shards) % seq_len:
         return True
     # Longest document per histogram bin: a bin below the row length has a remainder.

@@ -233,6 +233,7 @@ def test_a_mixture_reads_both_folders(folder: Path, tokenizer: Tokenizer, tmp_pa
     loader = loaded(path, packing)
     for batch in (*(next(loader) for _ in range(12)), *build_validation_loader(path, seq_len=48, packing=packing)):
         replies = replies_in(batch)
+        assert batch.sources is not None
         firsts = batch.document_ids.flatten()[batch.label_indices]
         for place, document in enumerate(firsts.tolist()):
             source = int(batch.sources[document])

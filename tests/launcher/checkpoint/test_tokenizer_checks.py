@@ -27,9 +27,11 @@ from longctx.model.decoder import Decoder
 from longctx.tokenizer import load_tokenizer
 from longctx.tokenizer.load_tokenizer import GENERATION_CONFIG
 from parallel.mesh import Mesh
+from tests.data_pipeline.preference_records import write_preferences
 from tests.launcher.cli.calls import call
 from tests.launcher.runs import tiny_config, tiny_start
 from tests.launcher.workers import run, train
+from tests.longctx.chat.templates import MARKED, PLAIN, chat_tokenizer
 from tests.longctx.conversion.tiny_tokenizer import corpus
 from tests.longctx.samples import dense_config
 
@@ -117,6 +119,17 @@ def test_a_checkpoint_without_a_tokenizer_is_said_to_have_none(shards, tmp_path,
     new = RunOrigin(kind="new")
     assert _tokenizer_files(new, cast(Any, loader), None, Mesh(rank=0, world_size=1, context=1)) == data.files
     assert not caplog.records
+
+
+@pytest.mark.parametrize("built_with", [PLAIN, None])
+def test_the_template_of_preferences_travels(tmp_path, built_with: str | None):
+    """Records of plain texts need none: then a model keeps its own."""
+    data = write_preferences(tmp_path / "data", chat_tokenizer(tmp_path / "built", built_with), [(2, 2, 2)])
+    chat_tokenizer(tmp_path / "model", MARKED)
+    loader = cast(Any, SimpleNamespace(shards=data, folders=[data]))
+    origin = RunOrigin(kind="started", folder=tmp_path / "model")
+    files = _tokenizer_files(origin, loader, None, Mesh(rank=0, world_size=1, context=1))
+    assert files["chat_template.jinja"].decode() == (built_with or MARKED)
 
 
 def train_from(shards: Path, source: Path, output: Path) -> None:

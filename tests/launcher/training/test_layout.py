@@ -11,6 +11,7 @@ from data_pipeline.shards.reader import ShardSet
 from launcher.run_folder import CONFIG_FILE
 from launcher.training.run_data import leaves_remainders
 from tests.data_pipeline.lengths import write_lengths
+from tests.data_pipeline.preference_records import write_preferences
 from tests.launcher.workers import rows, run, train, train_each
 
 pytestmark = pytest.mark.timeout(240)
@@ -62,6 +63,11 @@ def test_rows_are_packed_where_a_document_is_no_multiple_of_them(lengths, seq_le
     tokenizer = ShardSet.open(shards, verify=False).tokenizer()
     written = write_lengths(tmp_path / "data", tokenizer, lengths)
     assert leaves_remainders([written], seq_len) is expected
+
+
+def test_rows_of_preferences_are_packed(shards, tmp_path):
+    tokenizer = ShardSet.open(shards, verify=False).tokenizer()
+    assert leaves_remainders([write_preferences(tmp_path / "data", tokenizer, [(8, 8, 8)])], 8)
 
 
 def test_rows_are_judged_by_the_first_documents(shards, tmp_path, monkeypatch):
