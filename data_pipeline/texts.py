@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from data_pipeline.prepare.sources import open_source
+from data_pipeline.rows.packing_checks import check_kind_of_texts
 from data_pipeline.shards.local_copies import has_folder
 from data_pipeline.shards.shard_verification import open_validated
 from data_pipeline.stores.urls import Location
@@ -19,6 +20,7 @@ def read_texts(folder: str | Location) -> Iterator[str]:
         # Decode with the folder's own tokenizer: the model under test may use another one, which did not produce these
         # ids.
         shards = open_validated(folder)
+        check_kind_of_texts(shards)
         tokenizer = shards.tokenizer()
         for number in range(shards.num_documents):
             shards.check_files([number])

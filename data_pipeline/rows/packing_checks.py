@@ -38,11 +38,11 @@ def check_source_seq_len(shards: ShardSet, source_seq_len: int) -> None:
 
 
 def check_kind_of_texts(shards: ShardSet) -> None:
-    """Raise ConfigError for a folder of preferences, which only some objectives read."""
+    """Raise ConfigError for a folder of preferences, which only training with some objectives reads."""
     if shards.manifest.is_preferences:
         raise ConfigError(
-            f"{shards.folder} contains preferences: prompts with two replies to compare. Use a folder of texts or "
-            "conversations, or set train.objective to one that compares replies."
+            f"{shards.folder} contains preferences: prompts with two replies to compare. Name a folder of texts or "
+            "conversations, or train with a train.objective that compares replies."
         )
 
 

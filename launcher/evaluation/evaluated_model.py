@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.prepare.sources import open_source
+from data_pipeline.rows.packing_checks import check_kind_of_texts
 from data_pipeline.shards.local_copies import fetch_folder, has_folder
 from data_pipeline.shards.manifest import MANIFEST_FILE
 from data_pipeline.shards.reader import ShardSet
@@ -218,6 +219,7 @@ def _documents(
     """Yield each document's name and ids, including begin and end ids."""
     if not isinstance(folder, str) and (folder / MANIFEST_FILE).is_file():
         shards = open_validated(folder)
+        check_kind_of_texts(shards)
         _check_tokenizer(options, evaluated, shards)
         for number in range(shards.num_documents):
             shards.check_files([number])

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data_pipeline.rows.packing_checks import check_kind_of_texts
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.shard_verification import assign_shards, open_validated
 from data_pipeline.shards.token_scores import ScoredDocument, Total, read_total, write_scores
@@ -153,6 +154,7 @@ def _open(options: ScoreOptions) -> tuple[ModelSource, ShardSet]:
     if options.experts and not model_source.model.num_experts:
         raise ConfigError(f"--experts: {model_source.folder} has no experts. Leave the option out.")
     shards = open_validated(options.data)
+    check_kind_of_texts(shards)
     if options.tokenizer is None:
         check_checkpoint_tokenizer(model_source.folder, shards)
     else:

@@ -107,9 +107,12 @@ def preference_of(record: Mapping[str, Any], kind: str) -> Preference:
             raise NoPreferenceError(EMPTY_REPLY, f"{name!r} is empty")
     if kind == COMPARED and conversations[0].messages[-1] == conversations[1].messages[-1]:
         raise NoPreferenceError(EQUAL_REPLIES)
-    is_text = all(isinstance(record.get(name), str) for name in (_PROMPT, *names))
-    # A system field is a message, and so is a JSON list.
-    is_text = is_text and all(len(conversation.messages) == 2 for conversation in conversations)
+    # Not with a system field, which is a message, and not if a text is a JSON list of messages.
+    is_text = all(
+        [message.get("content") for message in conversation.messages] == [record.get(_PROMPT), record[name]]
+        and isinstance(record[name], str)
+        for name, conversation in zip(names, conversations, strict=True)
+    )
     second = None
     if kind == COMPARED:
         second = conversations[1]

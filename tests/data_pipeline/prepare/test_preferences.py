@@ -111,6 +111,8 @@ FORMS: dict[str, dict[str, Any]] = {
     },
 }
 
+PAIR = FORMS["texts"]
+
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["derived", "marked"])
 def test_every_form_gives_the_same_record(tmp_path: Path, template: str):
@@ -150,10 +152,12 @@ def test_texts_without_a_template_continue_each_other(tmp_path: Path, base: Toke
 
 
 def test_messages_without_a_template_are_an_error(tmp_path: Path, base: Tokenizer):
-    assert "has no chat template" in refusal(lambda: build(tmp_path, base, [FORMS["messages"]]))
+    for number, record in enumerate([FORMS["messages"], FORMS["mixed"], PAIR | {"system": "s"}]):
+        assert "has no chat template" in refusal(lambda r=record, n=number: build(tmp_path / f"{n}", base, [r]))
+    cells = {name: json.dumps(value) for name, value in FORMS["messages"].items()}
+    assert "has no chat template" in refusal(lambda: build(tmp_path / "cells", base, [cells]))
 
 
-PAIR = FORMS["texts"]
 LEFT_OUT: dict[str, tuple[dict[str, Any], str]] = {
     "equal replies": (PAIR | {"rejected": "a"}, "equal replies"),
     "an empty prompt": (PAIR | {"prompt": "  "}, "empty prompt"),

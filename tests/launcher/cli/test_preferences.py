@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from data_pipeline.shards.references import write_references
-from tests.launcher.cli.calls import refused, succeed
+from longctx.tokenizer import load_tokenizer
+from tests.data_pipeline.preference_records import write_preferences
+from tests.launcher.cli.calls import call, refused, succeed
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,17 @@ def test_single_replies_are_built_and_shown(capsys, world: Path, tmp_path: Path)
     assert "── undesirable\na0" in shown
     assert "── reply to another prompt\na1" in shown
     assert "undesirable replies" in shown
+
+
+def test_they_are_no_texts_to_evaluate(capsys, world: Path, run: Path, tmp_path: Path):
+    folder = write_preferences(tmp_path / "data", load_tokenizer(world / "tokenizer.model"), [(9, 60, 60)]).folder
+    checkpoint = ["--checkpoint", run, "--output", tmp_path / "out"]
+    for task, length in (("ppl", 64), ("niah", 256)):
+        words = ["evaluate", *checkpoint, "--tasks", task, "--lengths", length, "--haystack", folder, "--samples", 1]
+        code, out, err = call(capsys, *words)
+        assert code, task
+        assert "contains preferences" in out + err, task
+    assert "contains preferences" in refused(capsys, 2, "score", *checkpoint, "--data", folder)
 
 
 # Options that contradict each other are usage errors; those that do not suit the records are found with them.
