@@ -23,9 +23,13 @@ from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.references import write_references
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.errors import ConfigError, DataError
+from longctx.model.attention.local import LocalAttention
+from longctx.model.decoder import Decoder
+from longctx.objectives.causal_lm import CausalLM
 from longctx.tokenizer import Tokenizer
 from parallel.layout.sequence import SequenceLayout
 from tests.data_pipeline.preference_records import Sizes, ids_of, write_preferences
+from tests.longctx.samples import dense_config
 
 SIZES: list[Sizes] = [(5, 3, 4), (1, 2, 2), (9, 1, 6), (4, 4, 4), (2, 7, 1), (30, 30, 9), (3, 5, 5), (6, 2, 3)] * 4
 FORMS = [Packing(examples=PreferenceRule()), Packing(examples=PreferenceRule(shared_prompts=True))]
@@ -213,6 +217,16 @@ def test_validation_reads_every_record_once(folder: Path, packing: Packing):
     assert sum(len(references_in(batch)) for batch in batches) == sum(row_tokens(size, packing) <= 48 for size in SIZES)
     assert loader.bytes_per_token is None
     assert [batch.tokens.tolist() for batch in loader] == [batch.tokens.tolist() for batch in batches]
+
+
+def test_a_model_has_the_same_loss_in_both_forms(folder: Path, tokenizer: Tokenizer):
+    config = dense_config(vocab_size=tokenizer.vocab_size)
+    lm = CausalLM(Decoder(config, {"softmax": LocalAttention("auto")})).double()
+    sums = []
+    for rule in (form.examples for form in FORMS):
+        loader = loaded(folder, Packing("one_document", examples=rule), seq_len=100, shuffle=False, rows_per_step=8)
+        sums.append([lm.loss_sum(lm(next(loader)))["objective"].item() for _ in range(2)])
+    assert sums[0] == pytest.approx(sums[1], rel=1e-12)
 
 
 def mixture(path: Path, *folders: Path) -> Path:
