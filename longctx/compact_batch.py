@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments, Stream, with_data_targets
-from longctx.kernels.dtypes import int64_tensor
 
 
 class DocumentEnd(IntEnum):
@@ -270,7 +269,7 @@ class CompactBatch:
             "document_ids": document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT),
         }
         if self.documents.prefixes:
-            found["positions"] += int64_tensor(self.documents.first_positions).to(device, non_blocking=True)[document]
+            found["positions"] += torch.tensor(self.documents.first_positions).to(device, non_blocking=True)[document]
         if target_runs is not None:
             found["loss_mask"] = _inside(target_runs, index)
         return found

@@ -15,10 +15,12 @@ from data_pipeline.rows.fim import FimRule
 from data_pipeline.rows.images import ImageRule
 from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.pack import ExampleRule, Packing
+from data_pipeline.rows.preferences import PreferenceRule
 from data_pipeline.rows.span_corruption import SpanRule
 from data_pipeline.rows.text_segments import SegmentRule
 from data_pipeline.rows.token_masking import MaskRule
 from launcher.config.data_section import DataSection
+from longctx.architecture.layer_specs import can_share_prefixes
 from longctx.config import ModelConfig
 from longctx.preference_options import PreferenceOptions
 
@@ -409,9 +411,26 @@ class RunConfig:
             return self._images
         if self.train.objective == "spans":
             return SpanRule(self.data.mask_rate, self.data.span_length)
+        if self.train.objective == "preferences":
+            return PreferenceRule(self.shares_prompts)
         if self.model.pair_head != "none":
             return SegmentRule(self.model.pair_head)
         return None
+
+    @property
+    def can_share_prompts(self) -> bool:
+        """True if one rank has all tokens of a row, and every layer can continue from a shared prompt."""
+        parallel = self.parallel
+        # A bitwise repeatable kernel is chosen where ranks share a row.
+        is_alone = parallel.context == 1 and not parallel.tokens_per_rank and not parallel.deterministic
+        return is_alone and can_share_prefixes(self.model.config())
+
+    @property
+    def shares_prompts(self) -> bool:
+        """True if a record's prompt is computed once for both replies."""
+        if self.data.share_prompts == AUTO:
+            return self.can_share_prompts
+        return self.data.share_prompts == "on"
 
     @property
     def _images(self) -> ImageRule:

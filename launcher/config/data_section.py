@@ -52,6 +52,10 @@ class DataSection:
     """Mask the same tokens in every epoch."""
     flip: bool = False
     """Mirror half of an epoch's images left to right, others in each epoch. Not applied in validation."""
+    share_prompts: Literal["auto", "on", "off"] = "auto"
+    """With train.objective=preferences, compute a record's prompt once for both replies: auto does if one rank reads a
+    row and all layers are softmax attention. It changes which records fit a row, so choose off for a run that will
+    resume on other degrees."""
     balance: bool = True
     """Assign a step's rows to data ranks by their work, including attention within documents, instead of in order: no
     rank waits for one with longer documents. The step's loss and gradient do not change."""

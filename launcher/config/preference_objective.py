@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from launcher.config.config_sections import RunConfig
+from launcher.config.config_sections import AUTO, RunConfig
 from longctx.errors import ConfigError
 from longctx.preference_options import PREFERENCE_LOSSES
 
-_SHARED = ("loss", "beta", "nll_weight")
-"""Options that all losses read."""
+_SHARED = ("loss", "reference", "beta", "nll_weight")
+"""Options that all losses read, or their data."""
 
 
 def check_preferences(config: RunConfig) -> None:
     """Raise ConfigError for a model or data that preferences cannot train, or for options without effect."""
     _check_options(config)
-    if config.train.objective != "preferences":
+    share, objective = config.data.share_prompts, config.train.objective
+    if objective != "preferences":
+        if share != AUTO:
+            raise ConfigError(
+                f"data.share_prompts={share} has no effect with train.objective={objective}. Leave it out, or set "
+                "train.objective=preferences."
+            )
         return
     for name, wanted, why in (
         ("model.causal", True, "replies are generated from left to right"),
@@ -39,6 +45,13 @@ def check_preferences(config: RunConfig) -> None:
         raise ConfigError(
             f"train.objective=preferences compares texts, but model.image.height={config.model.image.height} makes a "
             "model of images. Set model.image.height=0."
+        )
+
+    if share == "on" and not config.can_share_prompts:
+        raise ConfigError(
+            "data.share_prompts=on needs all tokens of a row on one rank, without parallel.deterministic, and causal "
+            f"softmax attention in all layers (parallel.context={config.parallel.context}, parallel.tokens_per_rank="
+            f"{config.parallel.tokens_per_rank}).\nSet data.share_prompts=auto: replies then have copies of the prompt."
         )
 
 

@@ -26,6 +26,7 @@ from launcher.config.data_section import DataSection
 from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.throughput import training_flops
 from launcher.training.data_check import check_data, fetch_data
+from launcher.training.reply_checks import check_replies
 from launcher.training.run_origin import Kind, RunOrigin
 from longctx.chat.template_files import find_chat_templates, hash_templates
 from longctx.chat.tuned_chat_files import tuned_files
@@ -104,6 +105,7 @@ def _open_loaders(
         )
     _check_classes(config.data.train, model, loader.folders)
     _check_outputs(config, model, loader.folders)
+    check_replies(config, loader.folders, origin)
     validation, held_out = _validation_data(config.data)
     if not config.validation.rows or validation is None:
         return loader, None
@@ -114,6 +116,7 @@ def _open_loaders(
     validation_loader = build_validation_loader(validation, max_rows=config.validation.rows, **options, **common)
     _check_classes(str(validation), model, validation_loader.folders)
     _check_outputs(config, model, validation_loader.folders)
+    check_replies(config, validation_loader.folders, origin)
     return loader, validation_loader
 
 

@@ -24,8 +24,8 @@ MODELS = {"dense": dense_config(init_std=0.05), "experts": tiny_config(init_std=
 CLIP = 0.01
 
 
-def rows_of(number: int) -> list[Batch]:
-    return [packed(shared=False, seed=ROWS * number + k) for k in range(ROWS)]
+def rows_of(number: int, *, shared: bool = False) -> list[Batch]:
+    return [packed(shared=shared, seed=ROWS * number + k) for k in range(ROWS)]
 
 
 def split(batch: Batch, mesh: Mesh) -> Batch:
@@ -57,3 +57,17 @@ def test_every_loss_trains_like_one_process(context, names, stages):
                 options = replace(OPTIONS, clip_norm=CLIP)
                 got = train_over_ranks(task, mesh, rows_of, partial(split, mesh=mesh), stage=stage, options=options)
                 got.check(wanted, 3e-7, f"{model}, {name}, ZeRO {stage}, context {context}")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", [2])
+@on_ranks("world_size", timeout=200)
+def test_ranks_with_rows_of_their_own_share_prompts():
+    mesh, config = Mesh.build(context=1), MODELS["dense"]
+    objective = Objective("preferences", preference=LOSSES["dpo"])
+    wanted = train_alone(build_objective(Decoder(config), objective), rows_of, clip_norm=CLIP)
+    for execution in (Execution(), Execution("attention", "host", chunk_tokens=7, head_groups=2)):
+        task = build_parallel_model(config, mesh, layout="zigzag", execution=execution, objective=objective)
+        options, rows = replace(OPTIONS, clip_norm=CLIP), partial(rows_of, shared=True)
+        got = train_over_ranks(task, mesh, rows, partial(split, mesh=mesh), stage=2, options=options)
+        got.check(wanted, 3e-7, "shared prompts")
