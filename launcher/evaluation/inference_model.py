@@ -66,12 +66,15 @@ def _fill(decoder: Decoder, model_source: ModelSource) -> None:
         # Checkpoints store all experts; this rank keeps its own.
         if is_expert_weight(name):
             values = values[decoder.dispatcher.local_experts]
-        if values.shape != wanted[name].shape:
+        expected = tuple(wanted[name].shape)
+        if name in decoder.layouts:
+            expected = decoder.layouts[name].shape
+        if tuple(values.shape) != expected:
             raise CheckpointError(
                 f"{model_source.folder}: {name} has shape {tuple(values.shape)}, and the decoder in its config "
-                f"expects {tuple(wanted[name].shape)}."
+                f"expects {expected}."
             )
-        wanted[name].copy_(values)
+        wanted[name].copy_(decoder.as_stored(name, values))
 
 
 def _check_names(model_source: ModelSource, wanted: set[str]) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
+from longctx.untrusted.strict_json import shown
 
 _MOST_RANK = 1 << 16
+QUANTIZED = ("none", "fp8", "nf4")
+"""Values for ``quantize_base``."""
 
 
 # LoRA (Hu et al., arXiv 2106.09685): a projection y = W·x becomes W·x + s·B·(A·x), with a frozen W [O, I], and A [r, I]
@@ -26,6 +30,9 @@ class AdapterShape:
     targets: tuple[str, ...] = ()
     """Projections with an adapter, by the end of their names: q_proj, mlp.down_proj, experts.gate_up_proj; empty for
     all in the model's blocks."""
+    quantize_base: str = "none"
+    """How the frozen matrices in the blocks are stored: none (in train.dtype), fp8 (8 bits, float8_e4m3fn in blocks of
+    128 × 128) or nf4 (4.5 bits, QLoRA's codes in blocks of 64); products are in train.dtype."""
 
     def __post_init__(self) -> None:
         check_types(self, "model.adapter")
@@ -33,6 +40,17 @@ class AdapterShape:
             raise ConfigError(f"model.adapter.rank={self.rank} must be between 0 and {_MOST_RANK:,}. Try 16.")
         if not 0 < self.alpha < math.inf:
             raise ConfigError(f"model.adapter.alpha={self.alpha} must be a positive number. Try 16.")
+        if self.quantize_base not in QUANTIZED:
+            nearest = get_close_matches(self.quantize_base.lower(), QUANTIZED, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"model.adapter.quantize_base={shown(self.quantize_base)} is unknown. Try {nearest[0]}, one of "
+                f"{list(QUANTIZED)}."
+            )
+        if not self.rank and self.is_quantized:
+            raise ConfigError(
+                f"model.adapter.quantize_base={self.quantize_base} stores frozen weights, and with model.adapter.rank=0 "
+                "all weights are trained. Try --model.adapter.rank 16, or --model.adapter.quantize_base none."
+            )
         if not self.rank and self.targets:
             raise ConfigError(
                 f"model.adapter.targets={list(self.targets)} has no effect with model.adapter.rank=0. Try "
@@ -52,6 +70,15 @@ class AdapterShape:
     def is_used(self) -> bool:
         """True if adapters are trained, and the model's own weights are frozen."""
         return self.rank > 0
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if the frozen matrices are stored in 4 or 8 bits."""
+        return self.quantize_base != "none"
+
+    def without_quantization(self) -> AdapterShape:
+        """Return the same adapters on a base in full precision, which has the shapes of all weights."""
+        return replace(self, quantize_base="none")
 
     @property
     def scale(self) -> float:

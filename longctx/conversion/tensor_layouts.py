@@ -132,6 +132,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     # Only the decoder itself lists its parameters; on the meta device that costs no memory.
     from longctx.model.decoder import Decoder
 
+    # A quantized weight holds bytes, in a flat parameter; files have its values.
+    config = replace(config, adapter=config.adapter.without_quantization())
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in Decoder(config, seed=None).state_dict().items()}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from longctx.checkpoint_format import MANIFEST, CheckpointReader, find_checkpoint, model_config
+from longctx.checkpoint_format import MANIFEST, CheckpointReader, find_checkpoint, is_buffer, model_config
 from longctx.checkpoint_manifest import where_to_get
 from longctx.conversion import load_hf
 from longctx.errors import CheckpointError, ConfigError
@@ -43,16 +43,26 @@ def load_model(
     ``cores`` replaces attention cores by mixer name (``Decoder``). Raise CheckpointError unless the folder holds
     exactly the decoder's tensors.
     """
-    folder = find_model(folder)
+    folder, reader = find_model(folder), None
     if contains_hf_model(folder):
         config, weights = load_hf(folder)
     else:
         reader = CheckpointReader(folder)
-        config, weights = model_config(reader), dict(reader.state_dict(dtype))
+        config = model_config(reader)
     # No seed: every weight is loaded, so random initialization would only take time.
     model = Decoder(config, cores, seed=None).to(dtype)
+    if reader is not None:
+        weights = {name: _stored_value(reader, name, model, dtype) for name in reader.names()}
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(f"{folder} does not contain its config's decoder: {error}") from error
     return model.eval()
+
+
+def _stored_value(reader: CheckpointReader, name: str, model: Decoder, dtype: torch.dtype) -> torch.Tensor:
+    """Read a weight in ``dtype``, or quantized from float32; buffers stay in float32."""
+    values = model.as_stored(name, reader.read(name))
+    if values.is_floating_point() and not is_buffer(name):
+        values = values.to(dtype)
+    return values

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.processor import MatmulMode, multiplies_rows_as_vectors
+from longctx.kernels.quantized_weights import PackedLayout, dequantized
 
 _ROWS = 4096
 """Maximum rows converted at once; bounds the copies."""
@@ -29,23 +30,41 @@ def multiplies_in_float32(x: Tensor, matmul_mode: MatmulMode) -> bool:
     return matmul_mode == "float32" and x.dtype == torch.bfloat16 and on_cpu(x)
 
 
-def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, matmul_mode: MatmulMode) -> Tensor:
-    """Return x · weightᵀ + bias in x's dtype, [N, O]."""
+def linear(
+    x_NI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    matmul_mode: MatmulMode,
+    layout: PackedLayout | None = None,
+) -> Tensor:
+    """Return x · weightᵀ + bias in x's dtype, [N, O]. ``layout`` is a quantized weight's."""
+    if layout is not None and torch.is_grad_enabled():
+        # Backward dequantizes again: nothing keeps the values for it.
+        return _Linear.apply(x_NI, weight_OI, bias_O, matmul_mode, True, layout)
+    weight_OI = dequantized(weight_OI, layout, x_NI.dtype)
     if x_NI.dtype == torch.float32:
         return nn.functional.linear(x_NI, weight_OI, bias_O)
     if not torch.is_grad_enabled():
         return multiply(x_NI, weight_OI, bias_O, matmul_mode=matmul_mode)
     if multiplies_in_float32(x_NI, matmul_mode):
-        return _Linear.apply(x_NI, weight_OI, bias_O, matmul_mode, True)
+        return _Linear.apply(x_NI, weight_OI, bias_O, matmul_mode, True, None)
     return nn.functional.linear(x_NI, weight_OI, bias_O)
 
 
-def linear_graph(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, matmul_mode: MatmulMode) -> Tensor:
+def linear_graph(
+    x_NI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    matmul_mode: MatmulMode,
+    layout: PackedLayout | None = None,
+) -> Tensor:
     """Record ``linear`` for its backward pass only, without computing it; all values are NaN.
 
     For recomputation, if no backward reads the output.
     """
-    return _Linear.apply(x_NI, weight_OI, bias_O, matmul_mode, False)
+    return _Linear.apply(x_NI, weight_OI, bias_O, matmul_mode, False, layout)
 
 
 def add_product(
@@ -70,9 +89,12 @@ def add_product_(out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, matmul_mode: M
     return out_NO
 
 
-def no_values(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+def no_values(x_NI: Tensor, weight_OI: Tensor, layout: PackedLayout | None = None) -> Tensor:
     """Return NaN in the shape of x · weightᵀ, without allocating it, so that any use is noticed."""
-    return nan_of_shape(x_NI, x_NI.shape[:-1] + weight_OI.shape[:1])
+    width = weight_OI.shape[0]
+    if layout is not None:
+        width = layout.shape[0]
+    return nan_of_shape(x_NI, (*x_NI.shape[:-1], width))
 
 
 def nan_of_shape(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -110,6 +132,20 @@ def _multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
             product.add_(bias_O.float())
         out_NO[n] = product
     return out_NO.view(x_NI.shape[:-1] + weight_OI.shape[:1])
+
+
+def _linear_in_new_memory(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Compute PyTorch's ``linear`` for an ``autograd.Function``'s forward pass: a result that is no view."""
+    # PyTorch's own result is a view of a matrix, and autograd forbids to add to such a result in place.
+    if torch.compiler.is_compiling():
+        return nn.functional.linear(x_NI, weight_OI, bias_O)
+    out_NO = x_NI.new_empty((*x_NI.shape[:-1], weight_OI.shape[0]))
+    rows_NI, rows_NO = x_NI.reshape(-1, x_NI.shape[-1]), out_NO.view(-1, weight_OI.shape[0])
+    if bias_O is None:
+        torch.mm(rows_NI, weight_OI.T, out=rows_NO)
+    else:
+        torch.addmm(bias_O, rows_NI, weight_OI.T, out=rows_NO)
+    return out_NO
 
 
 def is_one_row(x_NI: Tensor) -> bool:
@@ -196,13 +232,22 @@ class _Linear(torch.autograd.Function):
     # Saves the parameter itself, not a copy: ZeRO-3 frees a gathered weight by emptying the parameter.
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, matmul_mode: MatmulMode, has_values: bool
+        ctx: Any,
+        x_NI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        matmul_mode: MatmulMode,
+        has_values: bool,
+        layout: PackedLayout | None,
     ) -> Tensor:
         ctx.save_for_backward(x_NI, weight_OI)
-        ctx.products = matmul_mode
-        if has_values:
+        ctx.products, ctx.layout = matmul_mode, layout
+        if not has_values:
+            return no_values(x_NI, weight_OI, layout)
+        weight_OI = dequantized(weight_OI, layout, x_NI.dtype)
+        if multiplies_in_float32(x_NI, matmul_mode):
             return multiply(x_NI, weight_OI, bias_O, matmul_mode=matmul_mode)
-        return no_values(x_NI, weight_OI)
+        return _linear_in_new_memory(x_NI, weight_OI, bias_O)
 
     @staticmethod
     @once_differentiable
@@ -210,13 +255,14 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         x, weight = ctx.saved_tensors
         matmul_mode = ctx.products
+        weight = dequantized(weight, ctx.layout, x.dtype)
         dx, dweight = multiply_backward(
             dy, x, weight, needs_x=needs_x, needs_weight=needs_weight, matmul_mode=matmul_mode
         )
         dbias: Tensor | None = None
         if needs_bias:
             dbias = sum_rows(dy)
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, None, None, None
 
 
 class _AddProduct(torch.autograd.Function):

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 
 from longctx.architecture.adapter import AdapterShape, is_adapter
 from longctx.errors import ConfigError
-from longctx.model.experts.experts import Experts
+from longctx.kernels.quantized_weights import PackedLayout
+from longctx.model.experts.experts import MATRICES, Experts
 from longctx.model.layers.linear import Linear
 
-_MATRICES = ("gate_up_proj", "down_proj")
-"""Experts' weights, which are parameters of one module."""
 
-
-def add_adapters(network: nn.Module, adapter: AdapterShape) -> None:
-    """Add the adapters to a network, and freeze all its other weights.
+def add_adapters(network: nn.Module, adapter: AdapterShape) -> dict[str, PackedLayout]:
+    """Add the adapters to a network, and freeze all its other weights; return the layouts of the quantized ones.
 
     Raise ConfigError if a target names no projection in the network's blocks.
     """
@@ -36,8 +34,28 @@ def add_adapters(network: nn.Module, adapter: AdapterShape) -> None:
         else:
             experts, matrix = name.rsplit(".", 1)
             modules[experts].add_adapter(matrix, adapter)  # type: ignore[operator]
+    layouts: dict[str, PackedLayout] = {}
+    if adapter.is_quantized:
+        layouts = _quantize(modules, projections, adapter.quantize_base)
     for name, parameter in network.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
+        # A quantized weight holds integers, which cannot need a gradient.
+        if parameter.is_floating_point():
+            parameter.requires_grad_(is_adapter(name))
+    return layouts
+
+
+def _quantize(modules: dict[str, nn.Module], projections: list[str], kind: str) -> dict[str, PackedLayout]:
+    """Store the matrices of all projections in 4 or 8 bits, without values yet; return their layouts by name."""
+    layouts = {}
+    for name in projections:
+        module = modules.get(name)
+        if not isinstance(module, Linear):
+            experts, matrix = name.rsplit(".", 1)
+            layouts[name] = modules[experts].quantize_weight(matrix, kind)  # type: ignore[operator]
+        # A single row is the shared expert's gate, which stays exact like a router.
+        elif module.out_features > 1:
+            layouts[f"{name}.weight"] = module.quantize_weight(kind)
+    return layouts
 
 
 def with_gradient(x: Tensor) -> Tensor:
@@ -69,7 +87,7 @@ def _projections(modules: dict[str, nn.Module]) -> list[str]:
         if isinstance(module, Linear):
             found.append(name)
         if isinstance(module, Experts):
-            found.extend(f"{name}.{matrix}" for matrix in _MATRICES)
+            found.extend(f"{name}.{matrix}" for matrix in MATRICES)
     return found
 
 

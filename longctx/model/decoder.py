@@ -21,6 +21,7 @@ from longctx.batch import PackedDocuments, Stream
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.graphs import exclude_from_graphs
+from longctx.kernels.quantized_weights import PackedLayout, fill_packed, quantize
 from longctx.kernels.regions import RegionRunner, call_function, run_with
 from longctx.model.activation_offload import HostStore
 from longctx.model.adapters import add_adapters
@@ -91,8 +92,10 @@ class Decoder(nn.Module):
             self.lm_head = LMHead(config, execution.matmul_mode, self.run_region)
         self.pair_head: Any = build_pair_head(config)
         self.class_head: Any = build_class_head(config)
+        self.layouts: dict[str, PackedLayout] = {}
+        """Layouts of the quantized weights, by parameter name, with this process's experts."""
         if config.adapter.is_used:
-            add_adapters(self, config.adapter)
+            self.layouts = add_adapters(self, config.adapter)
         set_matmul_mode(self, execution.matmul_mode)
         if seed is not None:
             self.initialize(seed)
@@ -104,17 +107,29 @@ class Decoder(nn.Module):
             if parameter.is_meta:
                 continue
             # Generate only this rank's experts, at their offset: values do not depend on the number of expert ranks.
-            whole = torch.Size(self.logical_shape(name, parameter.shape)).numel()
-            initial, first = InitialTensor(name, whole, self.config, seed), 0
-            if whole != parameter.numel():
-                first = (self.dispatcher.local_experts.start or 0) * parameter[0].numel()
-            initial.copy_to(parameter.view(-1), first)
+            whole = torch.Size(self.logical_shape(name, parameter.shape))
+            initial, first = InitialTensor(name, whole.numel(), self.config, seed), 0
+            if is_expert_weight(name):
+                first = (self.dispatcher.local_experts.start or 0) * whole[1:].numel()
+            if name in self.layouts:
+                read = partial(_read_from, initial, first)
+                fill_packed(parameter.view(-1), self.layouts[name], read)
+            else:
+                initial.copy_to(parameter.view(-1), first)
         for name, buffer in self.named_buffers():
             buffer.fill_(initial_buffer(name))
 
     def logical_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the full tensor's shape for parameter ``name``, given this rank's shape."""
+        """Return the full tensor's shape for parameter ``name``, given this rank's shape; of values if quantized."""
+        if name in self.layouts:
+            shape = self.layouts[name].shape
         return (self.config.num_experts, *shape[1:]) if is_expert_weight(name) else tuple(shape)
+
+    def as_stored(self, name: str, values: Tensor) -> Tensor:
+        """Return a weight's values as this decoder stores them: quantized from float32 if its base is."""
+        if name not in self.layouts:
+            return values
+        return quantize(values, self.layouts[name])
 
     @exclude_from_graphs  # ``Regions`` compiles its parts; planning uses numbers that no graph may hold
     def forward(
@@ -483,6 +498,11 @@ class Decoder(nn.Module):
         if len(parts) > 1:
             return nn.Sequential(*parts)
         return next(iter(parts), None)
+
+
+def _read_from(initial: InitialTensor, first: int, start: int, out: Tensor) -> None:
+    """Fill ``out`` with initial values from ``start``, relative to ``first``."""
+    initial.copy_to(out, first + start)
 
 
 def stream_arguments(stream: Stream) -> dict[str, Any]:

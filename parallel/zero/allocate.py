@@ -35,7 +35,7 @@ def allocate(
 ) -> None:
     """Allocate a model's meta parameters and buffers on DeepSpeed's device; move all others there.
 
-    Parameters get ``dtype``. In stage 3 each rank gets its partition, and ``swapper`` takes those that the config
+    Parameters get ``dtype``, except quantized ones. In stage 3 each rank gets its partition, and ``swapper`` takes those that the config
     offloads to disk. Collective in stage 3.
     """
     accelerator: Any = get_accelerator()
@@ -67,6 +67,8 @@ def disable_broadcast() -> Iterator[None]:
 
 def _make_whole(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
     """Allocate a full parameter, uninitialized if it was on meta; otherwise keep its values."""
+    if not p.is_floating_point():
+        dtype = p.dtype
     if p.is_meta:
         whole = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device), requires_grad=p.requires_grad)
         # Swap instead of assigning data, which cannot move from meta to a device: all references and marks stay valid.

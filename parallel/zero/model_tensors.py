@@ -71,7 +71,7 @@ class ModelTensors:
     parameters: dict[str, torch.Size]
     """Shape of every parameter in the full model."""
     local: dict[str, torch.Size]
-    """Shape of every parameter on this rank before ZeRO: with local experts only."""
+    """Shape of every parameter on this rank before ZeRO: with local experts only, and of bytes if it is quantized."""
     buffers: dict[str, torch.Size]
     experts: ExpertsAcrossRanks | None
     """Expert sharding; None if every rank holds all experts."""
@@ -96,7 +96,8 @@ class ModelTensors:
         """Return the index at which this rank's values start in a flattened tensor of the full model."""
         if self.experts is None or not is_expert_weight(name):
             return 0
-        return self.experts.ep_rank * self.local[name].numel()
+        local_experts = self.local[name][0]
+        return self.experts.ep_rank * local_experts * self.parameters[name][1:].numel()
 
     def replicas(self, name: str) -> ProcessGroup | None:
         """Return the ranks that hold the same parameter values before ZeRO; None if there are no others."""

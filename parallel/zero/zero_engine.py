@@ -166,8 +166,10 @@ class ZeroEngine:
 
         The optimizer is reset. Values equal ``Decoder.initialize``, rounded to the weights' dtype.
         """
-        config, parameters = self.model.network.config, self.tensors.parameters
-        initial = InitialWeights(config, parameters, seed=seed, dtype=self.dtype)
+        network, parameters = self.model.network, self.tensors.parameters
+        initial = InitialWeights(
+            network.config, parameters, seed=seed, dtype=self.dtype, unrounded=network.layouts.keys()
+        )
         self.load(initial.read, step=0, moments=False)
 
     def load(self, read: ReadRange, *, step: int, moments: bool = True) -> None:

@@ -5,7 +5,7 @@ A tensor is filled range by range; ranks that hold the same one share the readin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import is_buffer
 from longctx.config import ModelConfig
+from longctx.kernels.quantized_weights import PackedLayout, fill_packed
 from longctx.model.decoder import Decoder
 from longctx.model.layers.initialize import InitialTensor, initial_buffer
 from parallel.comm.communicator import Communicator
@@ -105,17 +106,21 @@ def write_state(
     """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimizer steps. Collective.
 
     Over all ranks every value is read once: each rank reads its ranges of masters and moments, and the weights that
-    forward reads are computed from the masters. Frozen weights are read as they are. Without ``moments`` the optimizer
-    is reset.
+    forward reads are computed from the masters. Frozen weights are read as they are, or quantized as they are read.
+    Without ``moments`` the optimizer is reset.
     """
     steps_taken = step if moments else 0
     # Buffers are full on every rank.
     for name, buffer in decoder.named_buffers():
         fill(buffer.view(-1), _reader(read, name, MASTER, 0), shared_by=world_group())
     for name, p in partition.frozen():
-        first = tensors.first_value(name) + partition.working_start(p)
+        first, start = tensors.first_value(name), partition.working_start(p)
         own = partition.working_part(name, p).data.view(-1)
-        fill(own, _reader(read, name, MASTER, first), shared_by=partition.working_replicas(name))
+        if name in decoder.layouts:
+            values = _quantizing_reader(_reader(read, name, MASTER, first), decoder.layouts[name], start)
+        else:
+            values = _reader(read, name, MASTER, first + start)
+        fill(own, values, shared_by=partition.working_replicas(name))
     for number, group in enumerate(partition.groups()):
         with partition.in_memory(number, moments=moments, writes=True):
             for name, p in group:
@@ -132,6 +137,14 @@ def write_state(
 def _reader(read: ReadRange, name: str, role: str, first: int) -> Read:
     """Return a reader for one tensor and role, with offsets relative to ``first``."""
     return lambda start, out: read(name, role, first + start, out)
+
+
+def _quantizing_reader(read: Read, layout: PackedLayout, first: int) -> Read:
+    """Return a reader for a quantized tensor's bytes, with offsets relative to ``first``; ``read`` reads its values.
+
+    Each range of bytes is computed from the values in its blocks alone, a few at a time.
+    """
+    return lambda start, out: fill_packed(out, layout, read, start=first + start)
 
 
 def fill(out: Tensor, read: Read, *, shared_by: ProcessGroup | None = None) -> None:
@@ -153,8 +166,11 @@ def _fill_together(out: Tensor, read: Read, group: ProcessGroup) -> None:
     part_numel = -(-out.numel() // ranks)
     block_numel = min(part_numel, -(-BLOCK_VALUES // ranks))
     # An all-gather needs equal sizes: values past the end are ignored.
-    own = torch.zeros(block_numel, device=out.device)
-    gathered = torch.empty(ranks, block_numel, device=out.device)
+    dtype = torch.float32
+    if not out.is_floating_point():
+        dtype = out.dtype  # bytes of a quantized weight
+    own = torch.zeros(block_numel, dtype=dtype, device=out.device)
+    gathered = torch.empty(ranks, block_numel, dtype=dtype, device=out.device)
     parts = [out[number * part_numel : (number + 1) * part_numel] for number in range(ranks)]
     for start in range(0, part_numel, block_numel):
         count = len(parts[rank][start : start + block_numel])
@@ -169,9 +185,21 @@ def _fill_together(out: Tensor, read: Read, group: ProcessGroup) -> None:
 class InitialWeights:
     """Initial weights for a full model, read like a checkpoint: each range is generated on request."""
 
-    def __init__(self, config: ModelConfig, shapes: Mapping[str, torch.Size], *, seed: int, dtype: torch.dtype) -> None:
-        """Store the full model's parameter shapes. Masters start with values rounded to ``dtype``, like weights."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        shapes: Mapping[str, torch.Size],
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        unrounded: Collection[str] = (),
+    ) -> None:
+        """Store the full model's parameter shapes. Masters start with values rounded to ``dtype``, like weights.
+
+        ``unrounded`` names the weights that are quantized, from float32.
+        """
         self._config, self._shapes, self._seed, self._dtype = config, shapes, seed, dtype
+        self._unrounded = unrounded
         self._name, self._tensor = "", InitialTensor("", 0, config, seed)
 
     def read(self, name: str, role: str, start: int, out: Tensor) -> None:
@@ -183,4 +211,7 @@ class InitialWeights:
         if name != self._name:
             self._tensor = InitialTensor(name, self._shapes[name].numel(), self._config, self._seed)
             self._name = name
-        out.copy_(self._tensor.read(start, len(out)).to(self._dtype))
+        values = self._tensor.read(start, len(out))
+        if name not in self._unrounded:
+            values = values.to(self._dtype)
+        out.copy_(values)

@@ -17,7 +17,15 @@ from longctx.kernels.grouped import grouped_rows
 from longctx.kernels.matmul import is_vector_product
 from longctx.kernels.processor import MatmulMode
 from longctx.model.experts.expert_blocks import ExpertBlocks, SavedChunks
-from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, Needs, Update, saved_widths
+from longctx.model.experts.experts_call import (
+    DispatchedTokens,
+    ExpertsCall,
+    ExpertWeights,
+    Needs,
+    Update,
+    saved_widths,
+    whole,
+)
 from longctx.model.experts.gradient_sum import WeightGradients
 from longctx.model.layers.mlp import gated, gated_backward
 
@@ -205,12 +213,17 @@ def _forward_sorted(
 ) -> Tensor:
     """Compute gate · expert(x) for assignments in expert order, [R, M]; ``counts`` has the number per expert."""
     matmul_mode = call.run.matmul_mode
-    gate_up_RF = _project_sorted(x_RM, weights.gate_up_eFM, weights.gate_up_update, ends_e, matmul_mode)
+    if call.layouts != (None, None):
+        # Only the experts with tokens are dequantized.
+        used = counts.nonzero()[0]
+        weights, counts, ends_e = weights.select(used.tolist()), counts[used], ends_e[torch.from_numpy(used)]
+    gate_up_eFM, down_eMF = whole(weights.gate_up_eFM), whole(weights.down_eMF)
+    gate_up_RF = _project_sorted(x_RM, gate_up_eFM, weights.gate_up_update, ends_e, matmul_mode)
     if weights.gate_up_bias_eF is not None:
         gate_up_RF += weights.gate_up_bias_eF.repeat_interleave(torch.from_numpy(counts), dim=0)
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
     inner_RF = gated(call.activation, gate_RF, up_RF).mul_(gates_R1)
-    y_RM = _project_sorted(inner_RF, weights.down_eMF, weights.down_update, ends_e, matmul_mode)
+    y_RM = _project_sorted(inner_RF, down_eMF, weights.down_update, ends_e, matmul_mode)
     if weights.down_bias_eM is not None:
         y_RM += gates_R1 * weights.down_bias_eM.repeat_interleave(torch.from_numpy(counts), dim=0)
     return y_RM

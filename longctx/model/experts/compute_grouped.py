@@ -12,7 +12,16 @@ from torch import Tensor
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.grouped import grouped_outer, grouped_rows, sort_by_expert, sum_by_expert
 from longctx.kernels.processor import MatmulMode
-from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, Needs, Update, saved_widths
+from longctx.model.experts.experts_call import (
+    DispatchedTokens,
+    ExpertsCall,
+    ExpertWeights,
+    Needs,
+    QuantizedExperts,
+    Update,
+    saved_widths,
+    whole,
+)
 from longctx.model.experts.gradient_sum import GradientSum, WeightGradients
 from longctx.model.layers.mlp import gated, gated_backward
 
@@ -170,16 +179,16 @@ class _Permuted:
         """Multiply every assignment by its expert's weight."""
         return grouped_rows(x_RI, weight_eIO, self.ends_e, matmul_mode=self.matmul_mode)
 
-    def project(self, x_RI: Tensor, weight_eOI: Tensor, update: Update | None) -> Tensor:
+    def project(self, x_RI: Tensor, weight_eOI: Tensor | QuantizedExperts, update: Update | None) -> Tensor:
         """Compute every assignment's projection [R, O], with the update to its weight."""
-        out_RO = self.multiply(x_RI, weight_eOI.mT)
+        out_RO = self.multiply(x_RI, whole(weight_eOI).mT)
         if update is None:
             return out_RO
         return out_RO.add_(self.multiply(self.multiply(x_RI, update.a_erI.mT), update.b_eOr.mT))
 
-    def project_backward(self, dy_RO: Tensor, weight_eOI: Tensor, update: Update | None) -> Tensor:
+    def project_backward(self, dy_RO: Tensor, weight_eOI: Tensor | QuantizedExperts, update: Update | None) -> Tensor:
         """Compute ``project``'s gradient for x."""
-        dx_RI = self.multiply(dy_RO, weight_eOI)
+        dx_RI = self.multiply(dy_RO, whole(weight_eOI))
         if update is None:
             return dx_RI
         return dx_RI.add_(self.multiply(self.multiply(dy_RO, update.b_eOr), update.a_erI))

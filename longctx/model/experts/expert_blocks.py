@@ -16,7 +16,14 @@ from torch import Tensor
 from longctx.kernels.grouped import sort_by_expert
 from longctx.kernels.matmul import multiplies_in_float32
 from longctx.kernels.processor import MatmulMode
-from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, Update, saved_widths
+from longctx.model.experts.experts_call import (
+    DispatchedTokens,
+    ExpertsCall,
+    ExpertWeights,
+    QuantizedExperts,
+    Update,
+    saved_widths,
+)
 from longctx.model.experts.gradient_sum import GradientSum
 
 BLOCK_TOKENS = 1024
@@ -93,13 +100,19 @@ class ExpertBlocks:
         torch.index_select(source_SX, 0, self.token_R[block], out=narrow_nX)
         return self.filled(name, narrow_nX, block)
 
-    def weight(self, name: str, of_experts: Tensor, expert: int) -> Tensor:
+    def weight(self, name: str, of_experts: Tensor | QuantizedExperts, expert: int) -> Tensor:
         """Return an expert's weight in the matmul dtype."""
+        # An expert's blocks are consecutive, so its weight is converted once.
+        known, converted = self._converted.get(name, (-1, None))
+        if isinstance(of_experts, QuantizedExperts):
+            if converted is None or known != expert:
+                self._converted.pop(name, None)
+                converted = of_experts[expert].to(self.dtype)
+                self._converted[name] = expert, converted
+            return converted
         own = of_experts[expert]
         if own.dtype == self.dtype:
             return own
-        # An expert's blocks are consecutive, so its weight is converted once.
-        known, converted = self._converted.get(name, (-1, None))
         if converted is None:
             converted = torch.empty(own.shape, dtype=self.dtype)
         if known != expert:
@@ -107,7 +120,7 @@ class ExpertBlocks:
         return converted
 
     def project(
-        self, name: str, x_nI: Tensor, weight_eOI: Tensor, update: Update | None, expert: int, *, out: Tensor
+        self, name: str, x_nI: Tensor, weight_eOI: Tensor | QuantizedExperts, update: Update | None, expert: int, *, out: Tensor
     ) -> None:
         """Write a block's projection by its expert's weight, with the update to it, to ``out`` [n, O]."""
         torch.mm(x_nI, self.weight(name, weight_eOI, expert).T, out=out)
@@ -116,7 +129,7 @@ class ExpertBlocks:
             out.addmm_(x_nI @ a_rI.T, b_Or.T)
 
     def project_backward(
-        self, name: str, dy_nO: Tensor, weight_eOI: Tensor, update: Update | None, expert: int, *, out: Tensor
+        self, name: str, dy_nO: Tensor, weight_eOI: Tensor | QuantizedExperts, update: Update | None, expert: int, *, out: Tensor
     ) -> None:
         """Write ``project``'s gradient for x to ``out`` [n, I]."""
         torch.mm(dy_nO, self.weight(name, weight_eOI, expert), out=out)

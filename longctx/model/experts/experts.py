@@ -16,13 +16,16 @@ from torch.autograd.function import once_differentiable
 from longctx.architecture.adapter import FACTORS, AdapterShape
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.quantized_weights import PackedLayout, empty_parameter
 from longctx.model.experts.compute_cpu import forward_few
 from longctx.model.experts.dispatch import ExpertRun, tiles_of
 from longctx.model.experts.experts_call import DispatchedTokens, ExpertsCall, ExpertWeights, Needs
 from longctx.model.experts.tiled_experts import Routed, backward_tiles, computes_in_blocks, forward_tiles, is_decoding
 from longctx.model.recompute import RecomputeCache
 
-_UPDATES = tuple(f"{matrix}_{factor}" for matrix in ("gate_up_proj", "down_proj") for factor in FACTORS)
+MATRICES = ("gate_up_proj", "down_proj")
+"""The matrices, which are parameters of one module."""
+_UPDATES = tuple(f"{matrix}_{factor}" for matrix in MATRICES for factor in FACTORS)
 """Parameters of the low-rank updates, in the order of ``ExpertWeights``."""
 
 
@@ -44,6 +47,8 @@ class Experts(nn.Module):
         if config.expert_bias:
             self.gate_up_proj_bias = nn.Parameter(torch.empty(e, 2 * F))
             self.down_proj_bias = nn.Parameter(torch.empty(e, M))
+        self.layouts: dict[str, PackedLayout] = {}
+        """Layouts of quantized matrices; the parameters then hold bytes."""
         self.adapter_scale = 0.0
         # Low-rank updates, one per expert (``add_adapter``).
         for name in _UPDATES:
@@ -56,6 +61,13 @@ class Experts(nn.Module):
         self.register_parameter(a, nn.Parameter(torch.empty(e, adapter.rank, inner)))
         self.register_parameter(b, nn.Parameter(torch.empty(e, outer, adapter.rank)))
         self.adapter_scale = adapter.scale
+
+    def quantize_weight(self, matrix: str, kind: str) -> PackedLayout:
+        """Store a frozen matrix in 4 or 8 bits, without values yet, each expert by itself; return its layout."""
+        weight = getattr(self, matrix)
+        self.layouts[matrix] = PackedLayout(kind, tuple(weight.shape))
+        setattr(self, matrix, empty_parameter(self.layouts[matrix], weight.device))
+        return self.layouts[matrix]
 
     def forward(
         self,
@@ -80,24 +92,32 @@ class Experts(nn.Module):
             run = replace(run, recompute="all")  # only the inputs are saved
         without_backward = recompute_cache is None and not torch.is_grad_enabled()
         only_graph = recompute_cache is not None and recompute_cache.recomputing and not values_again
-        call = ExpertsCall(self.activation, run, without_backward=without_backward, only_graph=only_graph)
-        weights = self._weights()
+        call = ExpertsCall(
+            self.activation,
+            run,
+            without_backward=without_backward,
+            only_graph=only_graph,
+            layouts=(self.layouts.get(MATRICES[0]), self.layouts.get(MATRICES[1])),
+        )
+        parameters = self._parameters_in_order()
         if without_backward and not run.dispatcher.is_distributed:
+            weights = ExpertWeights.of(parameters, call.layouts, x_NM.dtype)
             if computes_in_blocks(x_NM) and is_decoding(experts_Nk, call):
                 # Without messages and saved tensors, the code around a tile takes longer than computing so few tokens.
                 return forward_few(DispatchedTokens(x_NM, gates_Nk, experts_Nk, None), weights, call)[0]
             return forward_tiles(Routed(x_NM, gates_Nk, experts_Nk), weights, call)[0]
-        return _Experts.apply(x_NM, gates_Nk, experts_Nk, call, *weights)
+        return _Experts.apply(x_NM, gates_Nk, experts_Nk, call, *parameters)
 
-    def _weights(self) -> ExpertWeights:
-        weights = [self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias]
+    def _parameters_in_order(self) -> list[Tensor | None]:
+        """Return the parameters in the order of ``ExpertWeights``."""
+        weights: list[Tensor | None] = [self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias]
         for name in _UPDATES:
             factor = self._parameters[name]
             # The scale goes into A, which is small.
             if factor is not None and name.endswith(FACTORS[0]):
                 factor = factor * self.adapter_scale
-            weights.append(factor)  # type: ignore[arg-type]
-        return ExpertWeights._make(weights)
+            weights.append(factor)
+        return weights
 
     def _is_trained(self, x_NM: Tensor, gates_Nk: Tensor) -> bool:
         """Return whether a backward pass will follow."""
@@ -123,7 +143,7 @@ class _Experts(torch.autograd.Function):
         call: ExpertsCall,
         *of_experts: Tensor | None,
     ) -> Tensor:
-        routed, weights = Routed(x_NM, gates_Nk, experts_Nk), ExpertWeights._make(of_experts)
+        routed, weights = Routed(x_NM, gates_Nk, experts_Nk), ExpertWeights.of(of_experts, call.layouts, x_NM.dtype)
         ctx.call, ctx.sizes, ctx.num_saved = call, None, []
         saved: list[Tensor] = []
         if call.only_graph:
@@ -135,7 +155,7 @@ class _Experts(torch.autograd.Function):
             out_NM, of_tiles, ctx.sizes = forward_tiles(routed, weights, call)
             saved = [tensor for of_tile in of_tiles for tensor in of_tile]
             ctx.num_saved = [len(of_tile) for of_tile in of_tiles]
-        ctx.save_for_backward(*routed, *weights, *saved)
+        ctx.save_for_backward(*routed, *of_experts, *saved)
         return out_NM
 
     @staticmethod
@@ -143,7 +163,8 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dout_NM: Tensor):  # type: ignore[override]
         tensors = ctx.saved_tensors  # ZeRO-3 has gathered the weights again by now
         stop = 3 + len(ExpertWeights._fields)
-        routed, weights, saved = Routed._make(tensors[:3]), ExpertWeights._make(tensors[3:stop]), list(tensors[stop:])
+        routed, saved = Routed._make(tensors[:3]), list(tensors[stop:])
+        weights = ExpertWeights.of(tensors[3:stop], ctx.call.layouts, routed.x_NM.dtype)
         del tensors
         flags = ctx.needs_input_grad
         needs = Needs._make(flags[:2] + flags[4:])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from longctx.architecture.adapter import AdapterShape
 from longctx.kernels.matmul import add_product, linear, linear_graph
 from longctx.kernels.processor import MatmulMode
+from longctx.kernels.quantized_weights import PackedLayout, dequantized, empty_parameter
 
 
 class Linear(nn.Linear):
@@ -19,6 +20,8 @@ class Linear(nn.Linear):
 
     matmul_mode: MatmulMode = "native"
     """bfloat16 matmul on a CPU; ``set_matmul_mode`` selects it for an entire model."""
+    layout: PackedLayout | None = None
+    """Layout of a quantized weight; ``weight`` then holds its bytes."""
 
     def forward(self, input: Tensor, *, only_graph: bool = False) -> Tensor:
         """Multiply by the weight; with ``only_graph`` build only the graph and return NaN (``linear_graph``)."""
@@ -26,9 +29,9 @@ class Linear(nn.Linear):
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
         if only_graph:
-            out = linear_graph(input, weight, bias, matmul_mode=self.matmul_mode)
+            out = linear_graph(input, weight, bias, matmul_mode=self.matmul_mode, layout=self.layout)
         else:
-            out = linear(input, weight, bias, matmul_mode=self.matmul_mode)
+            out = linear(input, weight, bias, matmul_mode=self.matmul_mode, layout=self.layout)
         if "lora_A" in self._parameters:
             inner_Nr = linear(input, self.lora_A, matmul_mode=self.matmul_mode)
             return self.add_update(out, inner_Nr, only_graph=only_graph)
@@ -40,11 +43,18 @@ class Linear(nn.Linear):
         self.lora_B = nn.Parameter(torch.empty(self.out_features, adapter.rank))
         self.adapter_scale = adapter.scale
 
-    def merged_weight(self) -> Tensor:
-        """Return the weight with the adapter's update, if there is one."""
+    def quantize_weight(self, kind: str) -> PackedLayout:
+        """Store the frozen weight in 4 or 8 bits (``quantized_weights``), without values yet; return its layout."""
+        self.layout = PackedLayout(kind, tuple(self.weight.shape))
+        self.weight = empty_parameter(self.layout, self.weight.device)
+        return self.layout
+
+    def merged_weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight in its products' dtype, with the adapter's update, if there is one."""
+        weight = dequantized(self.weight, self.layout, dtype)
         if "lora_A" not in self._parameters:
-            return self.weight
-        return torch.addmm(self.weight, self.lora_B, self.lora_A, alpha=self.adapter_scale)
+            return weight
+        return torch.addmm(weight, self.lora_B, self.lora_A, alpha=self.adapter_scale)
 
     def add_update(self, out_NO: Tensor, inner_Nr: Tensor, *, only_graph: bool = False) -> Tensor:
         """Add s·B·inner, from A's products, to the output in its memory; ``only_graph`` as in ``add_product``."""

@@ -18,6 +18,7 @@ from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.matmul import add_product_, linear, linear_graph, multiply, multiply_backward, no_values, sum_rows
 from longctx.kernels.processor import MatmulMode
+from longctx.kernels.quantized_weights import PackedLayout, dequantized
 from longctx.model.layers.linear import Linear
 
 _gelu_tanh = partial(nn.functional.gelu, approximate="tanh")
@@ -62,7 +63,7 @@ class GatedLinear(Linear):
     ) -> Tensor:
         # A multiplies the same activation: its result is computed once, and kept for neither.
         weights = self.weight, self.bias, self._parameters.get("lora_A")
-        options: dict[str, Any] = {"matmul_mode": self.matmul_mode, "only_graph": only_graph}
+        options: dict[str, Any] = {"matmul_mode": self.matmul_mode, "only_graph": only_graph, "layout": self.layout}
         out_NM, inner_Nr = gated_linear(kind, gate_NF, up_NF, *weights, **options)
         if inner_Nr is None:
             return out_NM
@@ -131,17 +132,19 @@ def gated_linear(
     *,
     matmul_mode: MatmulMode,
     only_graph: bool = False,
+    layout: PackedLayout | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute (activation(gate) · up) · weightᵀ + bias, [N, M], and the same product with an adapter's A, [N, r].
 
     Backward computes activation(gate) · up again, so it is not kept. With ``only_graph`` the first result's values are
-    not computed, and it is NaN (``linear_graph``).
+    not computed, and it is NaN (``linear_graph``). ``layout`` is a quantized weight's.
     """
     inner_Nr: Tensor | None = None
     if not torch.is_grad_enabled():
         product_NF = gated(kind, gate_NF, up_NF)
         if a_rF is not None:
             inner_Nr = multiply(product_NF, a_rF, matmul_mode=matmul_mode)
+        weight_MF = dequantized(weight_MF, layout, gate_NF.dtype)
         return multiply(product_NF, weight_MF, bias_M, matmul_mode=matmul_mode), inner_Nr
     # Its gradient uses autograd, which a graph cannot hold; in a graph the partitioner decides what is kept.
     if kind == "swiglu_oai" and torch.compiler.is_compiling():
@@ -151,8 +154,10 @@ def gated_linear(
         product_NF = gated(kind, gate_NF, up_NF)
         if a_rF is not None:
             inner_Nr = linear(product_NF, a_rF, matmul_mode=matmul_mode)
-        return linear_function(product_NF, weight_MF, bias_M, matmul_mode=matmul_mode), inner_Nr
-    out_NM, inner_Nr = _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, a_rF, kind, matmul_mode, only_graph)
+        return linear_function(product_NF, weight_MF, bias_M, matmul_mode=matmul_mode, layout=layout), inner_Nr
+    out_NM, inner_Nr = _GatedLinear.apply(
+        gate_NF, up_NF, weight_MF, bias_M, a_rF, kind, matmul_mode, only_graph, layout
+    )
     return out_NM, inner_Nr
 
 
@@ -170,16 +175,18 @@ class _GatedLinear(torch.autograd.Function):
         kind: str,
         matmul_mode: MatmulMode,
         only_graph: bool,
+        layout: PackedLayout | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(gate, up, weight, a)
-        ctx.kind, ctx.products = kind, matmul_mode
+        ctx.kind, ctx.products, ctx.layout = kind, matmul_mode, layout
         if only_graph and a is None:
-            return no_values(gate, weight), None
+            return no_values(gate, weight, layout), None
         product, inner = gated(kind, gate, up), None
         if a is not None:
             inner = multiply(product, a, matmul_mode=matmul_mode)
         if only_graph:
-            return no_values(gate, weight), inner
+            return no_values(gate, weight, layout), inner
+        weight = dequantized(weight, layout, gate.dtype)
         return multiply(product, weight, bias, matmul_mode=matmul_mode), inner
 
     @staticmethod
@@ -194,6 +201,7 @@ class _GatedLinear(torch.autograd.Function):
         else:
             product = gated(ctx.kind, gate, up)
         needs_weight, needs_bias, needs_a = ctx.needs_input_grad[2:5]
+        weight = dequantized(weight, ctx.layout, gate.dtype)
         dproduct, dweight = multiply_backward(
             dout, product, weight, needs_x=True, needs_weight=needs_weight, matmul_mode=ctx.products
         )
@@ -206,12 +214,12 @@ class _GatedLinear(torch.autograd.Function):
                 d_inner, product, a, needs_x=False, needs_weight=needs_a, matmul_mode=ctx.products
             )
         # Backward's memory peaks after this: five tensors of this size are alive, two of them results.
-        del product
+        del product, weight
         dgate, dup = _product_gradient(ctx.kind, dproduct, gate, up, activated)
         dbias: Tensor | None = None
         if needs_bias:
             dbias = sum_rows(dout)
-        return dgate, dup, dweight, dbias, da, None, None, None
+        return dgate, dup, dweight, dbias, da, None, None, None, None
 
 
 def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class LatentAttention(nn.Module):
             )
         if cached:
             # q·(W latent) = (q W)·latent: the matmul with W moves from every key to the query.
-            q_BtHC = torch.einsum("bthn,hnc->bthc", q_BtHN, self._unfolding()[:, :N])
+            q_BtHC = torch.einsum("bthn,hnc->bthc", q_BtHN, self._unfolding(x_BtM.dtype)[:, :N])
             k = torch.cat((latent_BtC.unsqueeze(-2), k_Bt1R), dim=-1)
             return torch.cat((q_BtHC, q_BtHR), dim=-1), k, k[..., : self.kv_lora_rank]
         unfolded = self.kv_b_proj(latent_BtC, only_graph=only_graph).unflatten(-1, (self.num_heads, -1))
@@ -107,12 +107,12 @@ class LatentAttention(nn.Module):
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
         """Mix the heads' outputs back to the model width [B, t, M]; for a cache, outputs [B, t, H, C] are latents."""
         if cached:
-            heads_BtHV = torch.einsum("bthc,hvc->bthv", heads_BtHV, self._unfolding()[:, -self.value_dim :])
+            heads_BtHV = torch.einsum("bthc,hvc->bthv", heads_BtHV, self._unfolding(heads_BtHV.dtype)[:, -self.value_dim :])
         return self.o_proj(heads_BtHV.flatten(-2))
 
-    def _unfolding(self) -> Tensor:
+    def _unfolding(self, dtype: torch.dtype) -> Tensor:
         """Return the weight that unfolds a latent to each head's key and value, [H, N + V, C]."""
-        return self.kv_b_proj.merged_weight().unflatten(0, (self.num_heads, -1))
+        return self.kv_b_proj.merged_weight(dtype).unflatten(0, (self.num_heads, -1))
 
     def _queries(self, x_BtM: Tensor, *, only_graph: bool) -> Tensor:
         if not self.q_lora_rank:
