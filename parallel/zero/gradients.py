@@ -56,12 +56,13 @@ def named_gradients(
 def not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return 1 per tensor with a non-finite value, otherwise 0, on ``device``. No host sync.
 
-    Tensors may be on several devices.
+    Tensors may be on several devices. A quantized weight's bytes count as finite.
     """
     filled = []
     for x in tensors:
-        if not x.numel():
-            x = x.new_zeros(1)  # the maximum over an empty tensor is an error
+        # The maximum over an empty tensor is an error.
+        if not x.numel() or not x.is_floating_point():
+            x = torch.zeros(1, device=x.device)
         filled.append(x.detach())
     # The inf norm is exact, propagates NaN, and needs no mask per tensor.
     largest = torch._foreach_norm(filled, torch.inf, dtype=torch.float32)

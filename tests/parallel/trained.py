@@ -14,6 +14,7 @@ from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.zero_engine import ZeroEngine
+from parallel.zero.zero_state import ReadRange
 
 STEPS, ROWS, CLIP, LR, BETAS, EPS, WEIGHT_DECAY = 3, 4, 0.5, 1e-3, (0.9, 0.95), 1e-8, 0.1
 OPTIONS = OptimizerOptions(betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_norm=CLIP)
@@ -78,9 +79,13 @@ def train_over_ranks(
     *,
     stage: int,
     options: OptimizerOptions = OPTIONS,
+    dtype: torch.dtype = torch.float32,
+    read: ReadRange | None = None,
 ) -> Trained:
-    """The same rows under ZeRO; ``split`` takes a rank's part of a row."""
-    engine = ZeroEngine(task, stage=stage, dtype=torch.float32, accumulation=ROWS // mesh.data, options=options)
+    """The same rows under ZeRO; ``split`` takes a rank's part of a row, ``read`` reads a meta model's weights."""
+    engine = ZeroEngine(task, stage=stage, dtype=dtype, accumulation=ROWS // mesh.data, options=options)
+    if read is not None:
+        engine.load(read, step=0, moments=False)
     trained = Trained([], [])
     for number in range(STEPS):
         mine = [split(row) for row in rows(number)[mesh.data_rank :: mesh.data]]
