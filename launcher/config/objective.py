@@ -75,11 +75,25 @@ def _check_mtp(config: RunConfig) -> None:
 
 
 def _check_adapter(config: RunConfig) -> None:
-    """Raise ConfigError for an optimizer that adapters do not support."""
+    """Raise ConfigError for an optimizer that adapters do not support, or ways to move weights that change bytes."""
     if config.model.adapter.is_used and config.train.optimizer == "muon":
         raise ConfigError(
             f"train.optimizer=muon is not supported with model.adapter.rank={config.model.adapter.rank}: it "
             "orthogonalizes full matrices, and A and B are factors of one.\nTry --train.optimizer adamw."
+        )
+    kind = config.model.adapter.quantize_base
+    if kind == "none":
+        return
+    if config.zero.quantized_weights:
+        raise ConfigError(
+            f"zero.quantized_weights=true is not supported with model.adapter.quantize_base={kind}: it would quantize "
+            f"the codes of weights that are already stored in {kind}.\nSet zero.quantized_weights=false: they travel "
+            "in their few bits."
+        )
+    if config.zero.offload_parameters == "nvme":
+        raise ConfigError(
+            f"zero.offload_parameters=nvme is not supported with model.adapter.quantize_base={kind}: a disk holds "
+            f"weights of one dtype.\nTry zero.offload_parameters=cpu, where they take their {kind} bytes."
         )
 
 

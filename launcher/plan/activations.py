@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.encoder import encoder_run, num_source_tokens
-from launcher.plan.parameters import num_ffn_gradients, num_layer_gradients
+from launcher.plan.parameters import build_stored, num_ffn_gradients, num_layer_gradients
 from launcher.plan.stages import stage_runs
 from launcher.plan.token_bytes import FLOAT32, TokenBytes
 from launcher.plan.workspace import BackwardCall, backward_workspace, expected_kernel
@@ -142,7 +142,8 @@ class _Layers(TokenBytes):
             # logits.
             rows = self.chunk() * SUMMED_VALUES // model.embedding_dim
             peaks.append(kept + min(2, heads) * weights * self.width + (SUMMED_VALUES + 2 * rows) * FLOAT32)
-        peaks += [below + point for layer in self.per_kind() for point in self.points(layer)]
+        values = self._dequantized()
+        peaks += [below + values + point for layer in self.per_kind() for point in self.points(layer)]
         peaks.append(shared + self._embeddings())
         return Activations(
             kept=kept,
@@ -323,6 +324,16 @@ class _Layers(TokenBytes):
             weights = model.num_experts // self.config.parallel.expert * rank * widths
             of_tile += 4 * assignments * rank * width
         return max(of_tile, shared) + sums + weights * bytes_of_weights
+
+    def _dequantized(self) -> int:
+        """Return bytes for the values of one quantized weight, which exist while a matmul reads them."""
+        layouts = build_stored(self.config).layouts.values()
+        if self.device_type == "cpu":
+            # There experts are dequantized one by one; a grouped matmul reads all of a layer.
+            sizes = [layout.matrix_numel for layout in layouts]
+        else:
+            sizes = [layout.numel for layout in layouts]
+        return max(sizes, default=0) * self.width
 
     def _weight_sums(self, layer: int) -> int:
         return num_layer_gradients(self.config, layer) * FLOAT32

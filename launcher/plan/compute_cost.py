@@ -90,6 +90,10 @@ def matmul_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, h
             rows = at_once = float(num_source_tokens(config))
         forwards = 1 + _again(config, weight)
         total += count * _seconds(config, hardware, weight, rows, at_once, forwards)
+        if weight.is_frozen and config.model.adapter.is_quantized:
+            # Every forward and backward pass of a chunk needs the values.
+            passes = (forwards + 1) * math.ceil(tokens / chunk)
+            total += count * passes * _dequantize_seconds(config, hardware, weight)
     if not has_head:
         return total
     model, rows = config.model.config(), tokens * config.head_share
@@ -147,6 +151,12 @@ def _seconds(
     # Backward has two matmuls: gradients for rows, and for weights unless they are frozen.
     backwards = 2 - weight.is_frozen
     return forwards * of(hardware.product_flops) + backwards * of(hardware.product_backward_flops)
+
+
+def _dequantize_seconds(config: ResolvedConfig, hardware: Hardware, weight: MatmulWeight) -> float:
+    """Return seconds to compute a quantized weight's values, a few bytes for each read and written in four passes."""
+    num_bytes = 4.0 * _FLOAT32 * weight.outer * weight.inner
+    return num_bytes / hardware.memory_bandwidth.at(config.train.dtype, bytes=num_bytes)
 
 
 def _again(config: ResolvedConfig, weight: MatmulWeight) -> int:

@@ -20,7 +20,7 @@ from launcher.plan.activations import Activations, activations
 from launcher.plan.encoder import source_documents
 from launcher.plan.hardware import Hardware
 from launcher.plan.memory_estimate import FLOAT32, checkpoint_copy_bytes, memory_of_rank
-from launcher.plan.parameters import build_shapes, planned_mesh
+from launcher.plan.parameters import build_stored, planned_mesh
 from launcher.plan.planned_world import RankKind, World, rank_kinds
 from launcher.plan.seconds import StepSeconds, slowest, step_seconds
 from launcher.plan.synthetic_documents import document_length, uniform_documents
@@ -316,7 +316,7 @@ def _bytes(config: ResolvedConfig, world: World, passing: Activations, hardware:
 @cache
 def _held(config: ResolvedConfig, world: World, device_type: str) -> PartitionBytes:
     """Return the bytes that do not depend on rows; cached, because a search repeats the same requests."""
-    return partition_bytes(config, build_shapes(config), planned_mesh(config, world), device_type)
+    return partition_bytes(config, build_stored(config), planned_mesh(config, world), device_type)
 
 
 def _without_rows(config: ResolvedConfig, world: World) -> ResolvedConfig:

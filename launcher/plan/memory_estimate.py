@@ -11,7 +11,7 @@ from launcher.config.resolved import ResolvedConfig
 from launcher.config.zero_section import zero_options
 from launcher.plan.encoder import encoder_run
 from launcher.plan.muon_cost import num_orthogonal
-from launcher.plan.parameters import build_shapes, num_trained, num_trained_of_all
+from launcher.plan.parameters import build_shapes, num_trained, num_trained_of_all, quantization_savings
 from launcher.plan.planned_world import World
 from launcher.plan.stages import stage_runs
 from launcher.wording import format_count
@@ -110,13 +110,14 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
         whole, held = whole + trained, held + trained_here
     part = -(-trained // world_size)
     width, stage = config.dtype.itemsize, config.zero.stage
-    weights, gradients, masters, building = held * width, trained_here * FLOAT32, part * FLOAT32, 0
+    weights = held * width - quantization_savings(config, expert=config.parallel.expert)
+    gradients, masters, building = trained_here * FLOAT32, part * FLOAT32, 0
     if stage == 0:
         masters, part = 0, trained_here
     elif stage == 2:
         gradients = part * FLOAT32
     elif stage == 3:
-        weights = -(-whole // world_size) * width
+        weights = -(-whole // world_size) * width - quantization_savings(config, expert=1) // world_size
         gradients = part * FLOAT32
         building = weights
     moments = 2 * part * FLOAT32
@@ -323,8 +324,11 @@ def _headline(num_bytes: int, has: str, parameters: int) -> str:
 
 
 def _parts(config: ResolvedConfig, need: Memory) -> list[str]:
+    weights, kind = config.train.dtype, config.model.adapter.quantize_base
+    if kind != "none":
+        weights += f", the blocks' frozen matrices in {kind}"
     how = {
-        "weights": f"{config.train.dtype}",
+        "weights": weights,
         "gradients": "float32",
         "optimizer": "float32 masters and moments",
         "activations": f"{config.data.seq_len * config.train.micro_batch_rows // config.parallel.context} tokens",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -32,8 +33,22 @@ def planned_mesh(config: ResolvedConfig, world: World) -> Mesh:
 
 
 def build_shapes(config: ResolvedConfig) -> Decoder:
-    """Build a run's decoder on the meta device, with one rank's experts; cached per model."""
+    """Build a run's decoder on the meta device, with one rank's experts; cached per model. No weight is quantized."""
     return _decoder(config.model.config(), config.parallel.expert)
+
+
+def build_stored(config: ResolvedConfig) -> Decoder:
+    """Build the same with quantized weights as bytes, as the rank stores them."""
+    return _decoder(config.model.config(), config.parallel.expert, is_stored=True)
+
+
+def quantization_savings(config: ResolvedConfig, *, expert: int) -> int:
+    """Return how many bytes fewer a rank stores because of a quantized base; ``expert`` ranks share the experts."""
+    model = config.model.config()
+    if not model.adapter.is_quantized:
+        return 0
+    layouts = _decoder(model, expert, is_stored=True).layouts.values()
+    return sum(layout.numel * config.dtype.itemsize - layout.num_bytes for layout in layouts)
 
 
 def num_parameters(config: ResolvedConfig) -> int:
@@ -89,7 +104,10 @@ def _count(module: nn.Module, *, trained: bool = False) -> int:
 
 
 @cache
-def _decoder(model: ModelConfig, expert: int) -> Decoder:
+def _decoder(model: ModelConfig, expert: int, *, is_stored: bool = False) -> Decoder:
+    if not is_stored:
+        # Matmuls and counts are those of the values.
+        model = replace(model, adapter=model.adapter.without_quantization())
     dispatcher: TokenDispatcher = TokenDispatcher()
     if expert > 1:
         dispatcher = AllToAllDispatcher(Mesh(rank=0, world_size=expert, context=1, expert=expert), model.num_experts)

@@ -119,11 +119,11 @@ class PartitionBytes:
 def partition_bytes(config: ResolvedConfig, module: nn.Module, mesh: Mesh, device: str = "cuda") -> PartitionBytes:
     """Return a rank's bytes under the config's ZeRO stage, on this ``device`` type.
 
-    ``module`` has this rank's shapes before ZeRO: full parameters, and only its own experts.
+    ``module`` has this rank's parameters before ZeRO as it stores them: full ones, and only its own experts.
     """
     memory = memory_of_rank(config, config.model.config(), mesh.world_size)
     weights = memory.weights
-    whole = sum(p.numel() for p in module.parameters()) * config.dtype.itemsize
+    whole = sum(_stored_bytes(p, config) for p in module.parameters())
     if config.zero.stage != 3:
         # Below stage 3, a rank holds all weights in the traced module.
         weights = whole
@@ -132,7 +132,8 @@ def partition_bytes(config: ResolvedConfig, module: nn.Module, mesh: Mesh, devic
     experts = {name for name in parameters if mesh.expert > 1 and is_expert_weight(name)}
     gathered = 0
     if config.zero.stage == 3:
-        gathered = _gathered(config, parameters, experts, mesh)
+        sizes = {name: _stored_bytes(p, config) for name, p in module.named_parameters()}
+        gathered = _gathered(config, sizes, experts, mesh)
     trained = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
     return PartitionBytes(
         weights=weights - memory.weights_offloaded,
@@ -143,25 +144,37 @@ def partition_bytes(config: ResolvedConfig, module: nn.Module, mesh: Mesh, devic
     )
 
 
-def _gathered(config: ResolvedConfig, parameters: dict[str, torch.Size], experts: set[str], mesh: Mesh) -> int:
-    """Return the most bytes of gathered weights in ZeRO 3. A rank's own partition is stored separately."""
+def _stored_bytes(p: nn.Parameter, config: ResolvedConfig) -> int:
+    """Return a parameter's bytes in a run: in its dtype, unless it is quantized."""
+    width = config.dtype.itemsize
+    if not p.is_floating_point():
+        width = p.element_size()
+    return p.numel() * width
+
+
+def _gathered(config: ResolvedConfig, sizes: dict[str, int], experts: set[str], mesh: Mesh) -> int:
+    """Return the most bytes of gathered weights in ZeRO 3, given each parameter's bytes.
+
+    A rank's own partition is stored separately.
+    """
+    width = config.dtype.itemsize
     if mesh.expert == mesh.world_size:
         # No other rank holds these experts, so they are never gathered.
-        parameters = {name: shape for name, shape in parameters.items() if name not in experts}
-    sizes = [shape.numel() for shape in parameters.values()]
-    live = min(sum(sizes), config.zero.max_live_parameters)
+        sizes = {name: size for name, size in sizes.items() if name not in experts}
+    whole = sum(sizes.values())
+    live = min(whole, config.zero.max_live_parameters * width)
     # Gathered weights are received by rank, then copied into parameters.
-    receive_values = min(sum(sizes), max(config.zero.prefetch_bucket_size, *sizes))
+    received = min(whole, max(config.zero.prefetch_bucket_size * width, *sizes.values()))
     if config.train.chunk_tokens:
         # With chunks, a block's weights are all gathered together.
         of_layers: Counter[str] = Counter()
-        for name, shape in parameters.items():
+        for name, size in sizes.items():
             layer = _layer_of(name)
             if layer:
-                of_layers[layer] += shape.numel()
+                of_layers[layer] += size
         largest = max(of_layers.values())
-        live, receive_values = max(live, largest), max(receive_values, largest)
-    return (live + receive_values) * config.dtype.itemsize
+        live, received = max(live, largest), max(received, largest)
+    return live + received
 
 
 def reduction_bytes(

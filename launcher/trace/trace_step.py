@@ -94,11 +94,12 @@ def _build(config: ResolvedConfig, mesh: Mesh, recorder: Recorder) -> Task:
 
 
 def _convert(module: Task, dtype: torch.dtype) -> None:
-    """Convert all weights and floating-point buffers to this dtype, as DeepSpeed does."""
+    """Convert all floating-point weights and buffers to this dtype, as DeepSpeed does."""
     # By hand, since ``Module.to`` swaps tensors in place, which tensors without data do not support.
     for part in module.modules():
         for name, p in list(part.named_parameters(recurse=False)):
-            setattr(part, name, torch.nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad))
+            if p.is_floating_point():
+                setattr(part, name, torch.nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad))
         for name, buffer in list(part.named_buffers(recurse=False)):
             if buffer.is_floating_point():
                 setattr(part, name, buffer.to(dtype))

@@ -18,6 +18,7 @@ from launcher.training.run_origin import RunOrigin
 from launcher.wording import format_count, short_duration
 from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
+from longctx.conversion.tensor_layouts import quantized_layouts
 from parallel.mesh import Mesh
 from parallel.schedule.degrees import Degrees
 from parallel.transport.transport_choice import resolve_transport
@@ -105,7 +106,12 @@ def _model(start: Start) -> str:
     line += f"{_experts(start)}."
     if model.adapter.is_used:
         trained = num_trained_of_all(start.config)
-        line += f" Trained: {_short(trained)} in adapters of rank {model.adapter.rank}; all others are frozen."
+        line += f" Trained: {_short(trained)} in adapters of rank {model.adapter.rank}; all others are frozen"
+        if model.adapter.is_quantized:
+            layouts = quantized_layouts(model).values()
+            values, stored = sum(x.numel for x in layouts), sum(x.num_bytes for x in layouts)
+            line += f", {_short(values)} of them in {model.adapter.quantize_base} ({8 * stored / values:.4g} bits each)"
+        line += "."
     return line
 
 

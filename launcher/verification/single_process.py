@@ -8,6 +8,7 @@ gradients. An error therefore comes from one part in one step, without accumulat
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -19,6 +20,8 @@ from launcher.verification.choices import RouterState, recorded_routers
 from launcher.verification.compare import StepState
 from launcher.verification.random_rows import micro_batch
 from longctx.batch import Batch
+from longctx.conversion.tensor_layouts import quantized_layouts
+from longctx.kernels.quantized_weights import dequantize, quantize
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
@@ -38,13 +41,18 @@ class SingleProcess:
         # All data ranks' rows, micro-batch by micro-batch, as one process must compute them.
         numbers = product(range(len(micro_batches)), range(micro_batches.data_degree))
         self._rows = [micro_batches.rows(number, data_rank) for number, data_rank in numbers]
+        full = replace(self.model, adapter=self.model.adapter.without_quantization())
+        layouts = quantized_layouts(self.model)
         self.lm = build_objective(
-            Decoder(self.model, seed=config.run.seed, execution=Execution(matmul_mode=config.train.products)),
+            Decoder(full, seed=config.run.seed, execution=Execution(matmul_mode=config.train.products)),
             objective_of(config),
         ).to(device)
         self.device, self.masters = device, {}
         for name, p in self.lm.network.named_parameters():
-            if p.requires_grad:
+            if name in layouts:
+                # The run's dequantized values, as a weight in full precision: an independent way to compute with them.
+                p.data = dequantize(quantize(p, layouts[name]), layouts[name], config.dtype)
+            elif p.requires_grad:
                 self.masters[name] = p.detach().to(config.dtype).float().requires_grad_()
             else:
                 # Frozen: rounded once, like the run's.

@@ -8,15 +8,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from longctx.architecture.adapter import AdapterShape, factor_names, is_adapter, merged_name
 from longctx.checkpoint_format import CheckpointReader
 from longctx.config import ModelConfig
+from longctx.conversion.tensor_layouts import quantized_layouts
+from longctx.kernels.quantized_weights import PackedLayout, fill_rounded
 
 
 class MergedReader(CheckpointReader):
-    """Reader that adds each adapter's update, s·B·A in float32, to its projection's weight."""
+    """Reader that adds each adapter's update, s·B·A in float32, to its projection's weight.
+
+    The weight is the one that the adapter was trained on: with a quantized base its dequantized values in the run's
+    dtype, as PEFT merges into a 4-bit base. So the merged model computes the trained model's values.
+    """
 
     @property
     def model(self) -> dict[str, Any]:
@@ -27,7 +34,7 @@ class MergedReader(CheckpointReader):
         return [name for name in super().names() if not is_adapter(name)]
 
     def read_range(self, name: str, role: str, start: int, numel: int) -> Tensor:
-        values = super().read_range(name, role, start, numel)
+        values = self._base_range(name, role, start, numel)
         factors = self._factors.get(name)
         if factors is None:
             return values
@@ -45,12 +52,33 @@ class MergedReader(CheckpointReader):
             values[first + lo - start : first + hi - start].add_(update, alpha=self._scale)
         return values
 
+    def _base_range(self, name: str, role: str, start: int, numel: int) -> Tensor:
+        """Read a range of the frozen weights, as forward reads them."""
+        layout = self._layouts.get(name)
+        if layout is None:
+            return super().read_range(name, role, start, numel)
+
+        def read(first: int, out: Tensor) -> None:
+            super(MergedReader, self).read_into(name, role, first, out)
+
+        values = torch.empty(numel, dtype=self.dtype)
+        fill_rounded(values, layout, read, start=start)
+        return values.float()
+
     def read_into(self, name: str, role: str, start: int, out: Tensor) -> None:
         out.copy_(self.read_range(name, role, start, len(out)))
 
     @property
+    def _config(self) -> ModelConfig:
+        return ModelConfig.from_dict(super().model)
+
+    @property
     def _scale(self) -> float:
-        return ModelConfig.from_dict(super().model).adapter.scale
+        return self._config.adapter.scale
+
+    @property
+    def _layouts(self) -> dict[str, PackedLayout]:
+        return quantized_layouts(self._config)
 
     @property
     def _factors(self) -> dict[str, tuple[str, str]]:

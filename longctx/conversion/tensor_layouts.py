@@ -16,6 +16,7 @@ from longctx.conversion.tensor_mismatches import raise_mismatches
 from longctx.conversion.weights.weights_folder import WeightsFolder
 from longctx.families.config_json import family_of
 from longctx.families.spec import Family, MtpStorage, StorageLayout, TensorRule
+from longctx.kernels.quantized_weights import PackedLayout
 
 EMBEDDINGS = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -136,6 +137,17 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     config = replace(config, adapter=config.adapter.without_quantization())
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in Decoder(config, seed=None).state_dict().items()}
+
+
+@lru_cache(maxsize=32)
+def quantized_layouts(config: ModelConfig) -> dict[str, PackedLayout]:
+    """Return the layout of every weight that a decoder stores in 4 or 8 bits; empty without a quantized base."""
+    from longctx.model.decoder import Decoder
+
+    if not config.adapter.is_quantized:
+        return {}
+    with torch.device("meta"):
+        return Decoder(config, seed=None).layouts
 
 
 def each_once(tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:

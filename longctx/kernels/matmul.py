@@ -124,19 +124,21 @@ def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, m
 def _multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Return x · weightᵀ + bias, computed in float32 and rounded once."""
     rows_NI, weight_IO = x_NI.reshape(-1, x_NI.shape[-1]), weight_OI.float().T
-    out_NO = rows_NI.new_empty(len(rows_NI), weight_OI.shape[0])
+    # In its final shape: autograd forbids in-place sums with a function's result if it is a view.
+    out_NO = rows_NI.new_empty((*x_NI.shape[:-1], weight_OI.shape[0]))
+    rows_NO = out_NO.view(-1, weight_OI.shape[0])
     for n in row_tiles(len(rows_NI), _ROWS):
         product = rows_NI[n].float() @ weight_IO
         # still in float32, so that the result is rounded once
         if bias_O is not None:
             product.add_(bias_O.float())
-        out_NO[n] = product
-    return out_NO.view(x_NI.shape[:-1] + weight_OI.shape[:1])
+        rows_NO[n] = product
+    return out_NO
 
 
 def _linear_in_new_memory(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Compute PyTorch's ``linear`` for an ``autograd.Function``'s forward pass: a result that is no view."""
-    # PyTorch's own result is a view of a matrix, and autograd forbids to add to such a result in place.
+    # PyTorch's own result is a view of a matrix (see ``_multiply``).
     if torch.compiler.is_compiling():
         return nn.functional.linear(x_NI, weight_OI, bias_O)
     out_NO = x_NI.new_empty((*x_NI.shape[:-1], weight_OI.shape[0]))

@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longctx.kernels.devices import on_cpu
+
 Read = Callable[[int, Tensor], None]
 """(start, out) fills the flat float32 tensor ``out`` with a weight's values from ``start``."""
 
@@ -36,8 +38,8 @@ _FP8, _FP8_LARGEST = torch.float8_e4m3fn, 448.0
 _SCALE_BYTES = 4
 _CELLS = 2048
 """Cells between −1 and 1, to find a code; no midpoint of two NF4 values is within rounding of a cell's end."""
-_TILE_VALUES = 1 << 20
-"""Values converted at a time; bounds the temporary memory."""
+_TILE_VALUES, _DEVICE_TILE_VALUES = 1 << 20, 1 << 23
+"""Values converted at a time on a CPU and on an accelerator; bounds the temporary memory."""
 
 
 class _Unit(NamedTuple):
@@ -244,7 +246,7 @@ def dequantize(packed: Tensor, layout: PackedLayout, dtype: torch.dtype) -> Tens
     """Return a quantized weight's values, [``shape``] in ``dtype``."""
     unit = layout.unit
     whole, rest = divmod(layout.matrix_numel, unit.numel)
-    at_once = max(1, _TILE_VALUES // unit.numel)
+    at_once = max(1, (_TILE_VALUES if on_cpu(packed) else _DEVICE_TILE_VALUES) // unit.numel)
     if torch.compiler.is_compiling():
         # The compiler fuses the conversion; unrolled tiles would only make the graph longer.
         at_once = max(1, whole)

@@ -72,3 +72,92 @@ def test_values_and_gradients_are_those_of_the_dequantized_weights(name, kind):
     lm, plain = both(quantized(CONFIGS[name], kind), torch.float32)
     assert lm.network.layouts
     check_equal(lm, plain)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("way", [way for way in EXECUTIONS if way != "all"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_way_to_run_layers_gives_them(name, kind, way):
+    check_equal(*both(quantized(CONFIGS[name], kind), torch.float32, EXECUTIONS[way]))
+
+
+@pytest.mark.parametrize("products", ["native", "float32"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["dense", "experts", "latent", "gated delta", "mamba"])
+def test_both_ways_to_multiply_bfloat16_give_them(name, kind, products):
+    config = quantized(CONFIGS[name], kind)
+    for execution in (Execution(matmul_mode=products), Execution("attention", chunk_tokens=7, matmul_mode=products)):
+        check_equal(*both(config, torch.bfloat16, execution))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_products_of_a_gpu_give_them(kind):
+    lm, plain = both(quantized(tiny_config(), kind), torch.float32)
+    with computing_as_on_a_gpu():
+        check_equal(lm, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["dense", "experts", "latent", "gated delta"])
+def test_compiled_layers_give_them(name, kind):
+    config = quantized(CONFIGS[name], kind)
+    found = []
+    for execution in (Execution("attention"), Execution("attention", compiler="aot_eager")):
+        lm, plain = both(config, torch.float32, execution)
+        check_equal(lm, plain)
+        found.append(results(lm))
+    for name, value in found[0].items():
+        if value is not None:
+            torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["dense", "experts", "latent", "gated delta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_generated_as_from_the_dequantized_weights(name, kind, dtype):
+    lm, plain = both(quantized(CONFIGS[name], kind, residual_dropout=0.0), dtype)
+    with torch.no_grad():
+        for count in (1, 2, 40):
+            tokens = torch.arange(count)[None]
+            assert torch.equal(*(one.eval().network(tokens, tokens) for one in (lm, plain)))
+    prompt = list(range(11))
+    assert generate(lm.network, prompt, 9) == generate(plain.network, prompt, 9)
+
+
+def test_all_matrices_in_the_blocks_are_quantized_and_nothing_else():
+    network = Decoder(quantized(tiny_config(num_layers=2, shared_ffn_size=16, shared_gate=True), "nf4"), seed=None)
+    packed = {name for name, p in network.named_parameters() if p.dtype == torch.uint8}
+    assert packed == set(network.layouts)
+    frozen = {name for name, _ in network.named_parameters() if not is_adapter(name)} - packed
+    for ending in ("q_proj.weight", "o_proj.weight", "experts.gate_up_proj", "shared_expert.down_proj.weight"):
+        assert any(name.endswith(ending) for name in packed), ending
+    for ending in ("embed_tokens.weight", "norm.weight", "mlp.gate.weight", "shared_expert_gate.weight"):
+        assert any(name.endswith(ending) for name in frozen), ending
+
+
+def test_backward_keeps_no_dequantized_weight():
+    lm, plain = both(quantized(dense_config(hidden_size=64, ffn_size=256), "nf4"), torch.float32)
+    kept = []
+    for one in (lm, plain):
+        largest = {id(p) for p in one.parameters()}
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, sizes=sizes, known=largest: (sizes.append(0 if id(x) in known else x.numel()), x)[1], lambda x: x
+        ):
+            one.loss_sum(one(BATCH, TrainingPass(seed=3)))
+        kept.append(sum(sizes))
+    assert kept[0] <= kept[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rank": 4, "quantize_base": "nf8"}, r"quantize_base=.?nf8.? is unknown. Try nf4, one of \['none', 'fp8', 'nf4"),
+        ({"rank": 4, "quantize_base": "FP8"}, r"is unknown. Try fp8"),
+        ({"quantize_base": "nf4"}, r"model.adapter.rank=0 .*Try --model.adapter.rank 16, or .*quantize_base none"),
+    ],
+)
+def test_values_without_meaning_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        AdapterShape(**values)
