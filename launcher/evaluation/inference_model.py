@@ -13,6 +13,7 @@ from longctx.checkpoint_format import CheckpointReader
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from longctx.generation.cache_size import cache_bytes
+from longctx.model.adapters import as_stored
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import is_expert_weight
 from parallel.comm.world import gather_objects
@@ -74,7 +75,7 @@ def _fill(decoder: Decoder, model_source: ModelSource) -> None:
                 f"{model_source.folder}: {name} has shape {tuple(values.shape)}, and the decoder in its config "
                 f"expects {expected}."
             )
-        wanted[name].copy_(decoder.as_stored(name, values))
+        wanted[name].copy_(as_stored(decoder.layouts, name, values))
 
 
 def _check_names(model_source: ModelSource, wanted: set[str]) -> None:

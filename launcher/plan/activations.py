@@ -20,6 +20,7 @@ from longctx.architecture.mixers.softmax_mixer import SoftmaxMixer
 from longctx.architecture.model_rules import GATED
 from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import TILE_ELEMENTS, tokens_of_chunk
+from longctx.kernels.quantized_weights import DEVICE_TILE_VALUES, TILE_BYTES
 from longctx.model.chunks.token_table import SUMMED_VALUES, is_summed_by_rows
 from longctx.model.stack import enters_by_rows
 
@@ -333,7 +334,8 @@ class _Layers(TokenBytes):
             sizes = [layout.matrix_numel for layout in layouts]
         else:
             sizes = [layout.numel for layout in layouts]
-        return max(sizes, default=0) * self.width
+        largest = max(sizes, default=0)
+        return largest * self.width + min(largest, DEVICE_TILE_VALUES) * TILE_BYTES
 
     def _weight_sums(self, layer: int) -> int:
         return num_layer_gradients(self.config, layer) * FLOAT32

@@ -48,8 +48,9 @@ class AdapterShape:
             )
         if not self.rank and self.is_quantized:
             raise ConfigError(
-                f"model.adapter.quantize_base={self.quantize_base} stores frozen weights, and with model.adapter.rank=0 "
-                "all weights are trained. Try --model.adapter.rank 16, or --model.adapter.quantize_base none."
+                f"model.adapter.quantize_base={self.quantize_base} is for frozen weights, and with "
+                "model.adapter.rank=0 all weights are trained. Try --model.adapter.rank 16, or "
+                "--model.adapter.quantize_base none."
             )
         if not self.rank and self.targets:
             raise ConfigError(

@@ -11,6 +11,7 @@ from longctx.checkpoint_format import MANIFEST, CheckpointReader, find_checkpoin
 from longctx.checkpoint_manifest import where_to_get
 from longctx.conversion import load_hf
 from longctx.errors import CheckpointError, ConfigError
+from longctx.model.adapters import as_stored
 from longctx.model.attention.core import AttentionCore
 from longctx.model.decoder import Decoder
 
@@ -43,7 +44,8 @@ def load_model(
     ``cores`` replaces attention cores by mixer name (``Decoder``). Raise CheckpointError unless the folder holds
     exactly the decoder's tensors.
     """
-    folder, reader = find_model(folder), None
+    folder = find_model(folder)
+    reader, weights = None, {}
     if contains_hf_model(folder):
         config, weights = load_hf(folder)
     else:
@@ -62,7 +64,7 @@ def load_model(
 
 def _stored_value(reader: CheckpointReader, name: str, model: Decoder, dtype: torch.dtype) -> torch.Tensor:
     """Read a weight in ``dtype``, or quantized from float32; buffers stay in float32."""
-    values = model.as_stored(name, reader.read(name))
+    values = as_stored(model.layouts, name, reader.read(name))
     if values.is_floating_point() and not is_buffer(name):
         values = values.to(dtype)
     return values

@@ -91,10 +91,10 @@ def add_product_(out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, matmul_mode: M
 
 def no_values(x_NI: Tensor, weight_OI: Tensor, layout: PackedLayout | None = None) -> Tensor:
     """Return NaN in the shape of x · weightᵀ, without allocating it, so that any use is noticed."""
-    width = weight_OI.shape[0]
+    width = weight_OI.shape[:1]
     if layout is not None:
-        width = layout.shape[0]
-    return nan_of_shape(x_NI, (*x_NI.shape[:-1], width))
+        width = torch.Size(layout.shape[:1])
+    return nan_of_shape(x_NI, x_NI.shape[:-1] + width)
 
 
 def nan_of_shape(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -125,7 +125,7 @@ def _multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Return x · weightᵀ + bias, computed in float32 and rounded once."""
     rows_NI, weight_IO = x_NI.reshape(-1, x_NI.shape[-1]), weight_OI.float().T
     # In its final shape: autograd forbids in-place sums with a function's result if it is a view.
-    out_NO = rows_NI.new_empty((*x_NI.shape[:-1], weight_OI.shape[0]))
+    out_NO = rows_NI.new_empty(x_NI.shape[:-1] + weight_OI.shape[:1])
     rows_NO = out_NO.view(-1, weight_OI.shape[0])
     for n in row_tiles(len(rows_NI), _ROWS):
         product = rows_NI[n].float() @ weight_IO
@@ -141,7 +141,7 @@ def _linear_in_new_memory(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None
     # PyTorch's own result is a view of a matrix (see ``_multiply``).
     if torch.compiler.is_compiling():
         return nn.functional.linear(x_NI, weight_OI, bias_O)
-    out_NO = x_NI.new_empty((*x_NI.shape[:-1], weight_OI.shape[0]))
+    out_NO = x_NI.new_empty(x_NI.shape[:-1] + weight_OI.shape[:1])
     rows_NI, rows_NO = x_NI.reshape(-1, x_NI.shape[-1]), out_NO.view(-1, weight_OI.shape[0])
     if bias_O is None:
         torch.mm(rows_NI, weight_OI.T, out=rows_NO)

@@ -38,8 +38,10 @@ _FP8, _FP8_LARGEST = torch.float8_e4m3fn, 448.0
 _SCALE_BYTES = 4
 _CELLS = 2048
 """Cells between −1 and 1, to find a code; no midpoint of two NF4 values is within rounding of a cell's end."""
-_TILE_VALUES, _DEVICE_TILE_VALUES = 1 << 20, 1 << 23
+_TILE_VALUES, DEVICE_TILE_VALUES = 1 << 20, 1 << 23
 """Values converted at a time on a CPU and on an accelerator; bounds the temporary memory."""
+TILE_BYTES = 6
+"""Temporary bytes for each: a code as an integer, and a value in float32."""
 
 
 class _Unit(NamedTuple):
@@ -132,19 +134,23 @@ def dequantized(weight: Tensor, layout: PackedLayout | None, dtype: torch.dtype)
     return dequantize(weight, layout, dtype)
 
 
-# --------------------------------------------------------------------------------------------------- to codes and scales
+# -------------------------------------------------------------------------------------------------- to codes and scales
 
 
 def quantize(weight: Tensor, layout: PackedLayout) -> Tensor:
     """Return a weight's codes and scales, uint8 [``packed_shape``]."""
     flat = weight.detach().reshape(-1)
     packed = torch.empty(layout.num_bytes, dtype=torch.uint8, device=weight.device)
-    fill_packed(packed, layout, lambda start, out: out.copy_(flat[start : start + len(out)]))
+
+    def read(start: int, out: Tensor) -> None:
+        out.copy_(flat[start : start + len(out)])
+
+    fill_packed(packed, layout, read)
     return packed.view(layout.packed_shape)
 
 
 def fill_packed(out: Tensor, layout: PackedLayout, read: Read, *, start: int = 0) -> None:
-    """Fill the flat uint8 tensor ``out`` with a packed weight's bytes from ``start``, reading only the values needed."""
+    """Fill the flat uint8 tensor ``out`` with a packed weight's bytes from ``start``; read only the values needed."""
     stop = start + len(out)
     for part in _parts(layout, lambda unit: unit.num_bytes, layout.matrix_bytes, start, stop):
         values = torch.empty(part.numel, device=out.device)
@@ -156,12 +162,12 @@ def fill_packed(out: Tensor, layout: PackedLayout, read: Read, *, start: int = 0
 
 def fill_rounded(out: Tensor, layout: PackedLayout, read: Read, *, start: int = 0) -> None:
     """Fill the flat tensor ``out`` with a weight's values from ``start``, as they are after quantization."""
-    stop = start + len(out)
+    stop, table = start + len(out), _nf4_pairs(out.device)
     for part in _parts(layout, lambda unit: unit.numel, layout.matrix_numel, start, stop):
         values = torch.empty(part.numel, device=out.device)
         read(part.first_value, values)
         packed = _quantize_units(values.view(part.num_units, -1), layout)
-        values = _dequantize_units(packed, layout, part.numel // part.num_units).view(-1)
+        values = _dequantize_units(packed, layout, part.numel // part.num_units, table).view(-1)
         lo, hi = max(start, part.first_value), min(stop, part.first_value + part.numel)
         out[lo - start : hi - start] = values[lo - part.first_value : hi - part.first_value]
 
@@ -210,9 +216,15 @@ def _quantize_units(values_nX: Tensor, layout: PackedLayout) -> Tensor:
     return torch.cat((absmax_n1.view(torch.uint8), pairs_nX), dim=1)
 
 
+def _nf4_levels(device: torch.device) -> Tensor:
+    """Return the codes' values, [16]."""
+    # Filled on the device: the host would wait for a copy to it.
+    return torch.cat([torch.full((1,), value, device=device) for value in NF4_VALUES])
+
+
 def _nearest_nf4(scaled: Tensor) -> Tensor:
     """Return the code with the nearest value to each number from −1 to 1, uint8; for NaN any code."""
-    levels = torch.tensor(NF4_VALUES, device=scaled.device)
+    levels = _nf4_levels(scaled.device)
     midpoints = (levels[1:] + levels[:-1]) / 2
     # A binary search takes seven times as long. Instead the range is cut into equal cells, none with two midpoints: the
     # code is that of the cell's start, or the next one after the midpoint in the cell.
@@ -246,26 +258,32 @@ def dequantize(packed: Tensor, layout: PackedLayout, dtype: torch.dtype) -> Tens
     """Return a quantized weight's values, [``shape``] in ``dtype``."""
     unit = layout.unit
     whole, rest = divmod(layout.matrix_numel, unit.numel)
-    at_once = max(1, (_TILE_VALUES if on_cpu(packed) else _DEVICE_TILE_VALUES) // unit.numel)
+    at_once = max(1, (_TILE_VALUES if on_cpu(packed) else DEVICE_TILE_VALUES) // unit.numel)
     if torch.compiler.is_compiling():
         # The compiler fuses the conversion; unrolled tiles would only make the graph longer.
         at_once = max(1, whole)
-    out = torch.empty(layout.shape, dtype=dtype, device=packed.device)
+    out, table = torch.empty(layout.shape, dtype=dtype, device=packed.device), _nf4_pairs(packed.device)
     matrices = zip(packed.view(-1, layout.matrix_bytes), out.view(-1, layout.matrix_numel), strict=True)
     for bytes_X, values_X in matrices:
         for first in range(0, whole, at_once):
             last = min(whole, first + at_once)
             units_nX = bytes_X[first * unit.num_bytes : last * unit.num_bytes].view(last - first, -1)
             tile = values_X[first * unit.numel : last * unit.numel].view(last - first, -1)
-            tile.copy_(_dequantize_units(units_nX, layout, unit.numel))
+            tile.copy_(_dequantize_units(units_nX, layout, unit.numel, table))
         if rest:
             units_1X = bytes_X[whole * unit.num_bytes :][None]
-            values_X[whole * unit.numel :].copy_(_dequantize_units(units_1X, layout, rest)[0])
+            values_X[whole * unit.numel :].copy_(_dequantize_units(units_1X, layout, rest, table)[0])
     return out
 
 
-def _dequantize_units(units_nX: Tensor, layout: PackedLayout, numel: int) -> Tensor:
-    """Return the values of equal units, float32 [n, numel]."""
+def _nf4_pairs(device: torch.device) -> Tensor:
+    """Return the two values in each byte of NF4 codes, [256, 2]."""
+    levels = _nf4_levels(device)
+    return torch.stack((levels[:, None].expand(16, 16), levels.expand(16, 16)), dim=-1).flatten(0, 1)
+
+
+def _dequantize_units(units_nX: Tensor, layout: PackedLayout, numel: int, pairs_P2: Tensor) -> Tensor:
+    """Return the values of equal units, float32 [n, numel]; ``pairs`` are ``_nf4_pairs``."""
     columns = 1
     if layout.kind == "fp8":
         columns = -(-layout.shape[-1] // _FP8_BLOCK)
@@ -274,8 +292,6 @@ def _dequantize_units(units_nX: Tensor, layout: PackedLayout, numel: int) -> Ten
     codes_nX = units_nX[:, _SCALE_BYTES * columns :]
     if layout.kind == "fp8":
         values_nRI = codes_nX.contiguous().view(_FP8).float().unflatten(1, (-1, layout.shape[-1]))
-        return (values_nRI * _of_columns(scales_nc, layout.shape[-1])).flatten(1)
-    levels = torch.tensor(NF4_VALUES, device=units_nX.device)
-    pairs_P2 = torch.stack((levels.repeat_interleave(16), levels.repeat(16)), dim=1)
+        return values_nRI.mul_(_of_columns(scales_nc, layout.shape[-1])).flatten(1)
     values_nX = nn.functional.embedding(codes_nX.int(), pairs_P2).flatten(1)
-    return values_nX[:, :numel] * scales_nc
+    return values_nX[:, :numel].mul_(scales_nc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 from longctx.architecture.adapter import AdapterShape, is_adapter
 from longctx.errors import ConfigError
-from longctx.kernels.quantized_weights import PackedLayout
+from longctx.kernels.quantized_weights import PackedLayout, fill_packed, quantize
 from longctx.model.experts.experts import MATRICES, Experts
+from longctx.model.layers.initialize import InitialTensor
 from longctx.model.layers.linear import Linear
 
 
@@ -56,6 +58,21 @@ def _quantize(modules: dict[str, nn.Module], projections: list[str], kind: str) 
         elif module.out_features > 1:
             layouts[f"{name}.weight"] = module.quantize_weight(kind)
     return layouts
+
+
+def as_stored(layouts: Mapping[str, PackedLayout], name: str, values: Tensor) -> Tensor:
+    """Return a weight's values as a decoder with these ``layouts`` stores them: itself, or quantized."""
+    if name not in layouts:
+        return values
+    return quantize(values, layouts[name])
+
+
+def copy_quantized(initial: InitialTensor, out: Tensor, first: int, layout: PackedLayout | None) -> None:
+    """Fill a flat parameter with a tensor's values from ``first``, quantized if it has a layout."""
+    if layout is None:
+        initial.copy_to(out, first)
+    else:
+        fill_packed(out, layout, lambda start, values: initial.copy_to(values, first + start))
 
 
 def with_gradient(x: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ from longctx.batch import PackedDocuments, Stream
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.graphs import exclude_from_graphs
-from longctx.kernels.quantized_weights import PackedLayout, fill_packed, quantize
+from longctx.kernels.quantized_weights import PackedLayout
 from longctx.kernels.regions import RegionRunner, call_function, run_with
 from longctx.model.activation_offload import HostStore
-from longctx.model.adapters import add_adapters
+from longctx.model.adapters import add_adapters, copy_quantized
 from longctx.model.async_copies import AsyncCopies
 from longctx.model.attention.core import AttentionCore, PassCore
 from longctx.model.attention.kv_cache import KVCache, TokenChunk
@@ -92,10 +92,8 @@ class Decoder(nn.Module):
             self.lm_head = LMHead(config, execution.matmul_mode, self.run_region)
         self.pair_head: Any = build_pair_head(config)
         self.class_head: Any = build_class_head(config)
-        self.layouts: dict[str, PackedLayout] = {}
-        """Layouts of the quantized weights, by parameter name, with this process's experts."""
-        if config.adapter.is_used:
-            self.layouts = add_adapters(self, config.adapter)
+        # Layouts of the quantized weights, by parameter name, with this process's experts.
+        self.layouts: dict[str, PackedLayout] = add_adapters(self, config.adapter) if config.adapter.is_used else {}
         set_matmul_mode(self, execution.matmul_mode)
         if seed is not None:
             self.initialize(seed)
@@ -111,11 +109,7 @@ class Decoder(nn.Module):
             initial, first = InitialTensor(name, whole.numel(), self.config, seed), 0
             if is_expert_weight(name):
                 first = (self.dispatcher.local_experts.start or 0) * whole[1:].numel()
-            if name in self.layouts:
-                read = partial(_read_from, initial, first)
-                fill_packed(parameter.view(-1), self.layouts[name], read)
-            else:
-                initial.copy_to(parameter.view(-1), first)
+            copy_quantized(initial, parameter.view(-1), first, self.layouts.get(name))
         for name, buffer in self.named_buffers():
             buffer.fill_(initial_buffer(name))
 
@@ -124,12 +118,6 @@ class Decoder(nn.Module):
         if name in self.layouts:
             shape = self.layouts[name].shape
         return (self.config.num_experts, *shape[1:]) if is_expert_weight(name) else tuple(shape)
-
-    def as_stored(self, name: str, values: Tensor) -> Tensor:
-        """Return a weight's values as this decoder stores them: quantized from float32 if its base is."""
-        if name not in self.layouts:
-            return values
-        return quantize(values, self.layouts[name])
 
     @exclude_from_graphs  # ``Regions`` compiles its parts; planning uses numbers that no graph may hold
     def forward(
@@ -498,11 +486,6 @@ class Decoder(nn.Module):
         if len(parts) > 1:
             return nn.Sequential(*parts)
         return next(iter(parts), None)
-
-
-def _read_from(initial: InitialTensor, first: int, start: int, out: Tensor) -> None:
-    """Fill ``out`` with initial values from ``start``, relative to ``first``."""
-    initial.copy_to(out, first + start)
 
 
 def stream_arguments(stream: Stream) -> dict[str, Any]:

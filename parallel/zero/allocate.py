@@ -35,8 +35,8 @@ def allocate(
 ) -> None:
     """Allocate a model's meta parameters and buffers on DeepSpeed's device; move all others there.
 
-    Parameters get ``dtype``, except quantized ones. In stage 3 each rank gets its partition, and ``swapper`` takes those that the config
-    offloads to disk. Collective in stage 3.
+    Parameters get ``dtype``, except quantized ones. In stage 3 each rank gets its partition, and ``swapper`` takes
+    those that the config offloads to disk. Collective in stage 3.
     """
     accelerator: Any = get_accelerator()
     device = torch.device(accelerator.current_device_name())

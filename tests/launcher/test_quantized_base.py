@@ -1,4 +1,4 @@
-"""Runs with a frozen base in 4 or 8 bits: start, resume, export, evaluation, memory at the start, and what is refused."""
+"""Runs with a frozen base in 4 or 8 bits: start, resume, export, evaluation, memory, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.cli import cli_commands
 from launcher.checkpoint.load_checkpoint import load_weights
+from launcher.cli import cli_commands
 from launcher.config.load_config import load_run_config
 from launcher.config.objective import check_objective
 from launcher.evaluation.inference_model import build_decoder
@@ -75,7 +75,6 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(shards, base, adapters, stage):
 
 
 def test_an_export_merges_into_the_dequantized_base(base, adapters, tmp_path, capsys):
-    newest = list_checkpoints(adapters)[-1]
     assert cli_commands.main(["convert", "--to", "hf", str(adapters), str(tmp_path / "hf"), "--verify", "tensors"]) == 0
     capsys.readouterr()
     ours, merged = load_model(adapters), load_model(tmp_path / "hf")
@@ -130,7 +129,10 @@ def config_of(base: Path, **changed: object):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"zero.quantized_weights": "true"}, r"(?s)zero.quantized_weights=true .*quantize_base=nf4.*Set zero.quantized"),
+        (
+            {"zero.quantized_weights": "true"},
+            r"(?s)zero.quantized_weights=true .*quantize_base=nf4.*Set zero.quantized",
+        ),
         ({"zero.offload_parameters": "nvme", "zero.stage": 3, "zero.nvme_path": "/tmp"}, r"(?s)nvme .*Try .*=cpu"),
     ],
 )
@@ -184,5 +186,4 @@ def load_large(folder: Path, kind: str, stage: int) -> None:
     if stage == 3:
         stored = sum(engine.partition.working_part(*named).nbytes for named in engine.partition.frozen())
     allowed = stored + LARGEST_BYTES + 200 * 10**6
-    print(f"{kind}, ZeRO {stage}: {grown / 1e6:.0f} MB, {stored / 1e6:.0f} stored")
-    assert grown <= allowed < 4 * sum(x.numel() for x in map(torch.empty, engine.shapes.values()))
+    assert grown <= allowed < 4 * sum(shape.numel() for shape in engine.shapes.values())

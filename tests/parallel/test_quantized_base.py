@@ -1,4 +1,4 @@
-"""A quantized base over ranks: bit for bit the run on its dequantized weights, in all ZeRO stages, chunks and experts."""
+"""A quantized base over ranks: bit for bit the run on its dequantized weights, in every ZeRO stage and by chunks."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def plain(config: ModelConfig) -> ModelConfig:
 @pytest.mark.parametrize(
     ("world_size", "context", "expert", "stages"),
     [
-        (2, 2, 1, (0, 3)),
-        (2, 1, 2, (1, 2)),
+        (2, 2, 1, (3,)),
+        (2, 1, 2, (1,)),
         *(
             pytest.param(n, c, e, (0, 1, 2, 3), marks=pytest.mark.slow)
             for n, c, e in ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2), (2, 1, 2), (3, 3, 1), (4, 2, 2))
@@ -78,7 +78,12 @@ def test_every_stage_trains_as_on_the_dequantized_weights(name, kind, context, e
     mesh = Mesh.build(context=context, expert=expert)
     values = Values(config)
     rounded = values.rounded(config)
-    for stage, chunk_tokens in product(stages, (0, 7)):
+    if len(stages) == 1:
+        # In few tests one kind, with and without experts, goes by chunks.
+        chunks = (7 if (kind == "nf4") == (name == "dense") else 0,)
+    else:
+        chunks = (0, 7)
+    for stage, chunk_tokens in product(stages, chunks):
         found = []
         for model, weights in ((config, values), (plain(config), rounded)):
             task = build_parallel_model(

@@ -120,7 +120,14 @@ class ExpertBlocks:
         return converted
 
     def project(
-        self, name: str, x_nI: Tensor, weight_eOI: Tensor | QuantizedExperts, update: Update | None, expert: int, *, out: Tensor
+        self,
+        name: str,
+        x_nI: Tensor,
+        weight_eOI: Tensor | QuantizedExperts,
+        update: Update | None,
+        expert: int,
+        *,
+        out: Tensor,
     ) -> None:
         """Write a block's projection by its expert's weight, with the update to it, to ``out`` [n, O]."""
         torch.mm(x_nI, self.weight(name, weight_eOI, expert).T, out=out)
@@ -129,7 +136,14 @@ class ExpertBlocks:
             out.addmm_(x_nI @ a_rI.T, b_Or.T)
 
     def project_backward(
-        self, name: str, dy_nO: Tensor, weight_eOI: Tensor | QuantizedExperts, update: Update | None, expert: int, *, out: Tensor
+        self,
+        name: str,
+        dy_nO: Tensor,
+        weight_eOI: Tensor | QuantizedExperts,
+        update: Update | None,
+        expert: int,
+        *,
+        out: Tensor,
     ) -> None:
         """Write ``project``'s gradient for x to ``out`` [n, I]."""
         torch.mm(dy_nO, self.weight(name, weight_eOI, expert), out=out)

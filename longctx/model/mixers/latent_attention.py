@@ -107,7 +107,9 @@ class LatentAttention(nn.Module):
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
         """Mix the heads' outputs back to the model width [B, t, M]; for a cache, outputs [B, t, H, C] are latents."""
         if cached:
-            heads_BtHV = torch.einsum("bthc,hvc->bthv", heads_BtHV, self._unfolding(heads_BtHV.dtype)[:, -self.value_dim :])
+            heads_BtHV = torch.einsum(
+                "bthc,hvc->bthv", heads_BtHV, self._unfolding(heads_BtHV.dtype)[:, -self.value_dim :]
+            )
         return self.o_proj(heads_BtHV.flatten(-2))
 
     def _unfolding(self, dtype: torch.dtype) -> Tensor:

@@ -141,6 +141,8 @@ def test_more_of_them_do():
         {**MASKED, "model.segments": 2, "model.pair_head": "nsp", "zero.stage": 2},
         {**adapters, "zero.stage": 3, **CHUNKS},
         {**dense, **adapters, "model.adapter.targets": "q_proj mlp.down_proj", "zero.stage": 2},
+        {**adapters, "model.adapter.quantize_base": "nf4", "zero.stage": 3, "train.dtype": "bfloat16", **CHUNKS},
+        {**adapters, "model.adapter.quantize_base": "fp8", "zero.stage": 1},
         {**MASKED, **dense, **ALBERT, "zero.stage": 1, **CHUNKS},
     ]
     run_distributed(agree, 2, ways, timeout=550)

@@ -17,6 +17,7 @@ from longctx.objectives.causal_lm import CausalLM
 from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.longctx.model.test_chunks import BATCH, CONFIGS
 from tests.longctx.samples import dense_config, step_loss, tiny_config
+from tests.rounding import both_ways
 
 ADAPTER = AdapterShape(rank=3, alpha=5.0)
 EXECUTIONS = {
@@ -159,3 +160,16 @@ def test_a_rank_as_large_as_the_weights_is_refused():
 def test_a_stabilized_scale_falls_with_the_root_of_the_rank():
     assert AdapterShape(rank=16, alpha=8.0).scale == 0.5
     assert AdapterShape(rank=16, alpha=8.0, rank_stabilized=True).scale == 2.0
+
+
+@both_ways
+@pytest.mark.parametrize("chunk_tokens", [0, 7])
+def test_bfloat16_is_trained_in_both_ways_to_multiply(products, chunk_tokens):
+    config = dense_config(adapter=ADAPTER)
+    wanted = adapted(config)
+    backward(wanted)
+    lm = adapted(config, Execution("attention", chunk_tokens=chunk_tokens, matmul_mode=products)).bfloat16()
+    backward(lm)
+    for (name, p), q in zip(wanted.named_parameters(), lm.parameters(), strict=True):
+        if is_adapter(name):
+            assert (q.grad - p.grad).norm() <= 0.1 * p.grad.norm(), name
