@@ -192,3 +192,16 @@ def test_the_check_asks_the_machine_and_can_be_left_out(monkeypatch, caplog):
     assert "may grow" in caplog.text
     off = resolved(load_run_config([*LLAMA, "--run.memory_check", "false"]))
     check_memory(off, off.model.config(), 2, 2, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("nf4", 4.5), ("fp8", 8 + 32 / 128**2)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_quantized_base_takes_its_bits(kind, bits, stage):
+    adapters = [*LLAMA, "--zero.stage", str(stage), "--train.dtype", "bfloat16", "--parallel.context", "2"]
+    adapters += ["--model.adapter.rank", "8"]
+    plain, own = need(adapters), need([*adapters, "--model.adapter.quantize_base", kind])
+    # Four attention matrices, and three of the FFN, in 32 layers.
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11_008)
+    saved = matrices * (2 - bits / 8)
+    assert plain.weights - own.weights == pytest.approx(saved / (2 if stage == 3 else 1), rel=1e-6)
+    assert (own.gradients, own.optimizer, own.activations) == (plain.gradients, plain.optimizer, plain.activations)

@@ -11,6 +11,7 @@ from launcher.config.load_config import load_run_config
 from launcher.plan.synthetic_documents import synthetic_batch
 from launcher.trace.link_traffic import BETWEEN, WITHIN
 from longctx.architecture.size import count_parameters
+from longctx.conversion.tensor_layouts import quantized_layouts
 from parallel.layout.sequence import SequenceLayout
 from parallel.schedule.attention_schedule import Schedule
 from parallel.schedule.head_split import AttentionShape
@@ -33,6 +34,7 @@ DENSE = {
     "zero.stage": 1,
 }
 EXPERTS = {**DENSE, "model.num_experts": 8, "model.experts_per_token": 2, "model.expert_ffn_size": 32}
+ADAPTED = {"model__num_layers": 3, "model__adapter__rank": 2, "train__lr": 1e-4}
 ONE, TWO_NODES = {"ranks": 1, "ranks_per_node": 1}, {"ranks": 4, "ranks_per_node": 2}
 DOCUMENTS = 300
 """Length of the packed documents of a ring's row of 1,024 tokens: none ends where a rank's tokens do."""
@@ -52,6 +54,12 @@ def ring(transport: str, **changes: Any) -> list[str]:
 CASES: dict[str, dict[str, Any]] = {
     "2 layers": {"flags": flags(DENSE, model__num_layers=2), "world": ONE, "rank": 0},
     "3 layers": {"flags": flags(DENSE, model__num_layers=3), "world": ONE, "rank": 0},
+    "adapters": {"flags": flags(EXPERTS, **ADAPTED), "world": ONE, "rank": 0},
+    "adapters in 4 bits": {
+        "flags": flags(EXPERTS, **ADAPTED, model__adapter__quantize_base="nf4"),
+        "world": ONE,
+        "rank": 0,
+    },
     "inputs": {"flags": flags(DENSE, model__num_layers=3, train__keep="inputs"), "world": ONE, "rank": 0},
     "on host": {"flags": ring("p2p", model__num_layers=3, train__store="host"), "world": TWO_NODES, "rank": 1},
     "experts on host": {
@@ -144,6 +152,15 @@ def test_weights_gradients_and_optimizer_are_those_of_the_parameters(name, trace
     count = sum(count_parameters(load_run_config(CASES[name]["flags"]).model.config()).values())
     held = traces[name]["bytes"]
     assert (held["weights"], held["gradients"], held["optimizer"]) == (2 * count, 4 * count, 12 * count)
+
+
+def test_a_quantized_base_takes_its_bits_and_no_wait(traces):
+    plain, own = (traces[name] for name in ("adapters", "adapters in 4 bits"))
+    layouts = quantized_layouts(load_run_config(CASES["adapters in 4 bits"]["flags"]).model.config()).values()
+    saved = sum(2 * layout.numel - layout.num_bytes for layout in layouts)
+    assert plain["bytes"]["weights"] - own["bytes"]["weights"] == saved
+    assert own["bytes"]["kept"] == plain["bytes"]["kept"]
+    assert not own["host_waits"]
 
 
 def test_inputs_alone_are_kept_without_attentions_result(traces):
