@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.model.experts.experts_call import ExpertWeights, Needs
+from longctx.model.experts.experts_call import ExpertWeights, Needs, QuantizedExperts
 
 
 # With one tile an expert's sum is complete before the next expert starts. It is then rounded to the weight's dtype at
@@ -130,8 +130,9 @@ class WeightGradients(NamedTuple):
     def start(cls, weights: ExpertWeights, needs: Needs, *, tiles: int) -> WeightGradients:
         """Create empty sums over ``tiles`` tiles."""
 
-        def of(weight: Tensor | None, needed: bool) -> GradientSum | None:
-            if weight is None or not needed:
+        def of(weight: Tensor | QuantizedExperts | None, needed: bool) -> GradientSum | None:
+            # A quantized weight is frozen.
+            if not needed or not isinstance(weight, Tensor):
                 return None
             return GradientSum(weight, tiles=tiles)
 
