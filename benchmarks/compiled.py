@@ -25,7 +25,8 @@ from benchmarks.decoder import in_process
 from benchmarks.floor import Floor
 from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments
 from longctx.config import ModelConfig
-from longctx.kernels.cross_entropy import PLAIN, losses_, whole_losses
+from longctx.kernels.cross_entropy import losses_, whole_losses
+from longctx.kernels.loss_options import PLAIN
 from longctx.kernels.regions import Regions, compile_count
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution

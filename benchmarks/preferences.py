@@ -116,20 +116,20 @@ class Peer:
     @staticmethod
     def _trainer(name: str, reference: Any) -> tuple[Any, Any, dict[str, Any]]:
         if name == "kto":
-            from trl import KTOConfig, KTOTrainer
+            from trl import KTOConfig, KTOTrainer  # pyright: ignore[reportMissingImports]
 
             names = ("desirable_weight", "undesirable_weight")
             return KTOTrainer, KTOConfig, {weight: getattr(OPTIONS[name], weight) for weight in names}
         if name == "orpo":
-            from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+            from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # pyright: ignore[reportMissingImports]
 
             return ORPOTrainer, ORPOConfig, {}
         if name == "simpo":
-            from trl.experimental.cpo import CPOConfig, CPOTrainer
+            from trl.experimental.cpo import CPOConfig, CPOTrainer  # pyright: ignore[reportMissingImports]
 
             margin = OPTIONS[name].margin
             return CPOTrainer, CPOConfig, {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": margin}
-        from trl import DPOConfig, DPOTrainer
+        from trl import DPOConfig, DPOTrainer  # pyright: ignore[reportMissingImports]
 
         return DPOTrainer, DPOConfig, {"loss_type": ["sigmoid"] if name == "dpo" else ["ipo"]}
 
@@ -164,7 +164,7 @@ class Peer:
 
 def dataset(name: str, prompt_tokens: int, records: int) -> Any:
     """Return random records as TRL's dataset, of words that are tokens."""
-    from datasets import Dataset
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
 
     generator = torch.Generator().manual_seed(0)
 
@@ -300,8 +300,10 @@ def compare(name: str, folder: Path, decoders: dict[str, Decoder]) -> dict[str, 
     wanted = {weight: p.grad for weight, p in peer.model.named_parameters()}
     worst = 0.0
     for weight, p in task.network.named_parameters():
+        of_peer = wanted[weight]
         assert p.grad is not None
-        worst = max(worst, float((p.grad - wanted[weight]).abs().max() / wanted[weight].abs().max()))
+        assert of_peer is not None
+        worst = max(worst, float((p.grad - of_peer).abs().max() / of_peer.abs().max()))
     sums, figures = task.loss_sum(task(batch)).sums, peer.metrics()
     mine = {"rewards/chosen": "first_reward", "rewards/rejected": "second_reward", "rewards/margins": "margin"}
     rewards = [abs(float(sums[own]) / len(records) - figures[their]) for their, own in mine.items() if their in figures]
@@ -368,7 +370,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps")
     options = parse(parser, quick=f"{QUICK_STEPS} timed steps")
     try:
-        import trl
+        import trl  # pyright: ignore[reportMissingImports]
     except ImportError:
         print("TRL is not installed. Try pip install trl.", file=sys.stderr)
         return 2

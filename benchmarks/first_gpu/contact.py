@@ -27,8 +27,9 @@ from longctx.kernels.attention.kernel_interface import AttentionKernel, KernelRe
 from longctx.kernels.attention.kernel_selection import KERNELS
 from longctx.kernels.attention.reference import ReferenceKernel
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
-from longctx.kernels.cross_entropy import LossOptions, loss_sums
+from longctx.kernels.cross_entropy import loss_sums
 from longctx.kernels.grouped import grouped_outer, grouped_rows, sum_by_expert
+from longctx.kernels.loss_options import LossOptions
 from longctx.kernels.merge import merge_, merge_eager_
 from longctx.kernels.regions import missing_for_compiling, run_with
 from longctx.kernels.rms_norm import rms_norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from launcher.config.config_sections import RunConfig
 from launcher.config.data_section import DataSection
 from launcher.config.image_objective import check_images
-from launcher.config.preference_objective import check_preferences
+from launcher.config.preference_objective import check_preference_objective
 from longctx.errors import ConfigError
 
 _READ_BY = {
@@ -22,7 +22,7 @@ def check_objective(config: RunConfig) -> None:
     _check_mtp(config)
     _check_adapter(config)
     check_images(config)
-    check_preferences(config)
+    check_preference_objective(config)
     objective, causal = config.train.objective, config.model.causal
     if objective == "causal" and not causal:
         raise ConfigError(

@@ -12,7 +12,7 @@ _SHARED = ("loss", "reference", "beta", "nll_weight")
 """Options that all losses read, or their data."""
 
 
-def check_preferences(config: RunConfig) -> None:
+def check_preference_objective(config: RunConfig) -> None:
     """Raise ConfigError for a model or data that preferences cannot train, or for options without effect."""
     _check_options(config)
     share, objective = config.data.share_prompts, config.train.objective

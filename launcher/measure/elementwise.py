@@ -15,7 +15,8 @@ from launcher.measure.profile_entry import DTYPES, ProfileEntry
 from launcher.measure.rank_timer import RankTimer
 from launcher.measure.sizes import BenchmarkSizes
 from longctx.config import ModelConfig
-from longctx.kernels.cross_entropy import PLAIN, losses_
+from longctx.kernels.cross_entropy import losses_
+from longctx.kernels.loss_options import PLAIN
 from longctx.kernels.rms_norm import rms_norm
 from longctx.model.experts.moe_layer import MixtureOfExperts, MoECall
 from longctx.model.layers.mlp import gated, gated_backward

@@ -11,7 +11,6 @@ Axes: N tokens, n tokens of one chunk, r of one row block, M model width, V voca
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.batch import IGNORED_TARGET
-from longctx.errors import ConfigError
 from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.loss_options import PLAIN, LossOptions
 from longctx.kernels.matmul import add_upcast_matmul_, multiplies_in_float32, row_tiles
 from longctx.kernels.processor import MatmulMode
 from longctx.kernels.regions import RegionRunner, call_function
@@ -41,38 +40,6 @@ _BLOCK_ELEMENTS_OF_GPU = 1 << 27
 """Elements per row block on an accelerator: 512 MiB in float32, with a few copies alive at a time."""
 TILE_ELEMENTS = 1 << 21
 """Weight elements converted at a time if matmuls use another dtype: 8 MiB in float32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossOptions:
-    """Options for computing logits, and for loss terms beyond the negative log-likelihood.
-
-    Logits are softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap), or without a cap logit_scale · (hidden
-    · weightᵀ + bias); the bias is optional. A token's objective is (1 − label_smoothing) · nll + label_smoothing · mean
-    over the vocabulary of −log p + z_loss · (log Σ exp logits)², with smoothing as in
-    ``torch.nn.functional.cross_entropy`` and the z-loss from PaLM (arXiv 2204.02311 §5).
-    """
-
-    logit_scale: float = 1.0
-    """Scale factor on the logits, before the cap."""
-    softcap: float = 0.0
-    """Bound on the logits' magnitude (Gemma 2, arXiv 2408.00118 §2); 0 disables it."""
-    z_loss: float = 0.0
-    """Weight for the squared log-sum-exp."""
-    label_smoothing: float = 0.0
-    """Share of the target spread evenly over the vocabulary."""
-
-    def __post_init__(self) -> None:
-        for name in ("softcap", "z_loss"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} must be finite and at least 0. Try 0, which disables it."
-                )
-        if not 0 <= self.label_smoothing <= 1:
-            raise ConfigError(f"label_smoothing={self.label_smoothing} must be between 0 and 1. Try 0.1.")
-
-
-PLAIN = LossOptions()
 
 
 def loss_sums(

@@ -226,31 +226,23 @@ class Decoder(nn.Module):
         *,
         stream: ResidualStream | None = None,
         norm: nn.Module | None = None,
-        weights_Bt: Tensor | None = None,
-        **options: float,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return Σ weight · objective (with gradient) and Σ negative log-likelihood (without) in float32.
 
         Logits for all tokens never exist at once. With a ``stream`` its handle from ``forward`` replaces the hidden
         states, and its last ``norm``, by default the model's, is applied here. A target's objective is its
-        label-smoothed negative log-likelihood plus the z-loss; ``options`` are the two in ``LossOptions``.
+        label-smoothed negative log-likelihood plus the z-loss; ``options`` are the two in ``LossOptions``, and
         ``weights_Bt`` as in the kernel's ``loss_sums``.
         """
-        table, by_chunks = self.model.embed_tokens, None
-        if stream is not None:
-            by_chunks = partial(chunked_loss_sums, stream, self._before_head(norm), weights_Bt=weights_Bt)
-        return self.lm_head(
-            hidden_BtM, table=table, targets_Bt=targets_Bt, by_chunks=by_chunks, weights_Bt=weights_Bt, **options
-        )
+        by_chunks = None if stream is None else partial(chunked_loss_sums, stream, self._before_head(norm))
+        table = self.model.embed_tokens
+        return self.lm_head(hidden_BtM, table=table, targets_Bt=targets_Bt, by_chunks=by_chunks, **options)
 
     def token_nll(self, hidden_BtM: Tensor, targets_Bt: Tensor, stream: ResidualStream | None = None) -> Tensor:
-        """Compute each token's negative log-likelihood [B, t], float32, without gradient; 0 for ignored targets.
-
-        ``stream`` as in ``loss_sums``; it keeps its values.
-        """
-        table, by_chunks = self.model.embed_tokens, None
-        if stream is not None:
-            by_chunks = partial(chunked_token_nll, stream, self._before_head(None))
+        """Compute each token's negative log-likelihood [B, t], float32, without gradient; 0 for ignored targets."""
+        table = self.model.embed_tokens
+        by_chunks = None if stream is None else partial(chunked_token_nll, stream, self._before_head())
         return self.lm_head(hidden_BtM, table=table, targets_Bt=targets_Bt, per_token=True, by_chunks=by_chunks)
 
     def selection_biases(self) -> list[Tensor]:

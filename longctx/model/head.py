@@ -7,20 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.kernels.cross_entropy import (
-    LossOptions,
-    SumsAndGradients,
-    gradient_of_rows,
-    loss_sums,
-    sums_and_gradients,
-    token_nll,
-)
+from longctx.kernels.cross_entropy import SumsAndGradients, gradient_of_rows, loss_sums, sums_and_gradients, token_nll
+from longctx.kernels.loss_options import LossOptions
 from longctx.kernels.matmul import linear
 from longctx.kernels.processor import MatmulMode
 from longctx.kernels.regions import RegionRunner, call_function
@@ -42,9 +36,9 @@ class HeadCalls(NamedTuple):
     """``token_nll``, called with (hidden_NM, targets_N=)."""
 
 
-HeadByChunks = Callable[[Tensor, Tensor, Tensor | None, Tensor, HeadCalls], Tensor | tuple[Tensor, Tensor]]
-"""``loss_sums`` or ``token_nll`` from a stream's handle, the output matrix, its bias, the targets and the head's
-functions."""
+HeadByChunks = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, HeadCalls], Any]
+"""``loss_sums`` or ``token_nll`` from a stream's handle, the output matrix, its bias, the targets, their weights and
+the head's functions."""
 
 
 class HeadTransform(nn.Module):
@@ -130,7 +124,7 @@ class LMHead(nn.Module):
             nll = partial(
                 token_nll, weight_VM=weight_VM, bias_V=self.bias, options=options, matmul_mode=self.matmul_mode
             )
-            return by_chunks(hidden_BtM, weight_VM, self.bias, targets_Bt, HeadCalls(compute, rows, nll))
+            return by_chunks(hidden_BtM, weight_VM, self.bias, targets_Bt, weights_Bt, HeadCalls(compute, rows, nll))
         hidden_NM, targets_N, bias_V = hidden_BtM.flatten(0, 1), targets_Bt.flatten(), self.bias
         if per_token:
             nll_N = token_nll(hidden_NM, weight_VM, targets_N, bias_V, options=options, matmul_mode=self.matmul_mode)

@@ -53,8 +53,8 @@ class Preferences(RoutedTask):
         names = ["preference", "right_preferences", "margin", "first_reward", "second_reward"]
         if options.kind.needs_reference:
             names.append("kl")
-        terms = [Term("objective", "labels", 1.0), *(Term(name, "labels") for name in names)]
-        self.terms = (*terms, *router_terms(network.config))
+        terms = [Term("objective", "labels", 1.0)] + [Term(name, "labels") for name in names]
+        self.terms = tuple(terms + router_terms(network.config))
 
     def denominators(self, batch: Countable) -> dict[str, int]:
         """Count records and tokens (without padding)."""
@@ -85,7 +85,7 @@ class Preferences(RoutedTask):
         values = self._values(scores, losses_P)
         sums = {name: of_records_P[records_F].sum().to(weighted.dtype) for name, of_records_P in values.items()}
         # the loss's value, with the weighted sum's gradient
-        return {"objective": sums["preference"] + (weighted - weighted.detach()), **sums}
+        return sums | {"objective": sums["preference"] + (weighted - weighted.detach())}
 
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:
@@ -171,7 +171,7 @@ class Preferences(RoutedTask):
 
 def reply_documents(documents: PackedDocuments) -> Tensor:
     """Return the document numbers of each record's two replies, int64 [P, 2] on the CPU, in row order."""
-    others = {*documents.prefixes, *(documents.padding or ())}
+    others = set(documents.prefixes) | set(documents.padding or ())
     replies = [number for number, length in enumerate(documents.lengths) if length and number not in others]
     return int64_tensor(replies).view(-1, 2)
 

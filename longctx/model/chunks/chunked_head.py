@@ -27,9 +27,8 @@ def chunked_loss_sums(
     weight_VM: Tensor,
     bias_V: Tensor | None,
     targets_Bt: Tensor,
+    weights_Bt: Tensor | None,
     calls: HeadCalls,
-    *,
-    weights_Bt: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``loss_sums`` for the residual stream after the last layer; its last ``norm`` is applied here."""
     head = ChunkedHead(stream, norm, targets_Bt, calls, weights_Bt, needs_grad=torch.is_grad_enabled())
@@ -44,9 +43,10 @@ def chunked_token_nll(
     weight_VM: Tensor,
     bias_V: Tensor | None,
     targets_Bt: Tensor,
+    weights_Bt: Tensor | None,
     calls: HeadCalls,
 ) -> Tensor:
-    """Compute ``token_nll`` [B, t] as ``chunked_loss_sums`` would; the stream keeps its values."""
+    """Compute ``token_nll`` [B, t], without weights, as ``chunked_loss_sums`` would; the stream keeps its values."""
     nll_Bt = handle.new_zeros(targets_Bt.shape, dtype=accumulate_dtype(handle.dtype))
     x = stream.take_values()
     stream.values = x

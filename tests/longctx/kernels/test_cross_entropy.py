@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
 from longctx.kernels import cross_entropy as chunked
-from longctx.kernels.cross_entropy import LossOptions, loss_sums, token_nll
+from longctx.kernels.cross_entropy import loss_sums, token_nll
+from longctx.kernels.loss_options import LossOptions
 from tests.rounding import UNIT, both_ways, rounded
 
 N, M, V = 23, 8, 31

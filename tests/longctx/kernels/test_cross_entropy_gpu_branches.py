@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longctx.kernels.cross_entropy import PLAIN, loss_sums
+from longctx.kernels.cross_entropy import loss_sums
+from longctx.kernels.loss_options import PLAIN
 from longctx.kernels.regions import Regions, call_function
 from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.longctx.kernels.test_cross_entropy import ALL, inputs, relative_error, whole

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longctx.batch import Batch
-from longctx.kernels.cross_entropy import PLAIN, LossOptions, losses_, whole_losses
+from longctx.kernels.cross_entropy import losses_, whole_losses
+from longctx.kernels.loss_options import PLAIN, LossOptions
 from longctx.kernels.processor import MatmulMode
 from longctx.kernels.regions import Regions, compile_count, missing_for_compiling
 from longctx.model import decoder as decoder_module
