@@ -230,10 +230,9 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return Σ weight · objective (with gradient) and Σ negative log-likelihood (without) in float32.
 
-        Logits for all tokens never exist at once. With a ``stream`` its handle from ``forward`` replaces the hidden
-        states, and its last ``norm``, by default the model's, is applied here. A target's objective is its
-        label-smoothed negative log-likelihood plus the z-loss; ``options`` are the two in ``LossOptions``, and
-        ``weights_Bt`` as in the kernel's ``loss_sums``.
+        With a ``stream`` its handle from ``forward`` replaces the hidden states, and its last ``norm``, by default the
+        model's, is applied here. A target's objective is its label-smoothed negative log-likelihood plus the z-loss;
+        ``options`` are the two in ``LossOptions``, and ``weights_Bt`` as in the kernel's ``loss_sums``.
         """
         by_chunks = None if stream is None else partial(chunked_loss_sums, stream, self._before_head(norm))
         table = self.model.embed_tokens
