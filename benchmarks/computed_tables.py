@@ -23,6 +23,9 @@ RECIPE_RANKS = {
     "qwen3-30b-a3b-128k": 16,
     "sft-qwen3-8b-128k": 8,
     "sft-llama-3.1-8b-256k": 8,
+    "lora-llama-3.1-8b-256k": 1,
+    "lora-gpt-oss-20b-512k": 1,
+    "dpo-qwen3-8b-64k": 8,
     "transformer-base": 1,
 }
 """Number of GPUs for which each recipe is written."""

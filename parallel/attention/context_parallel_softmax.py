@@ -161,7 +161,8 @@ class _Attention(torch.autograd.Function):
         dout = heads.to_heads(dout)
         grads = _blocks_backward(call, dout, q, k, v, out, lse)
         dsinks = None
-        if sinks is not None:
+        # Beside adapters the sinks are frozen, and their gradient would take float32 copies of the output.
+        if sinks is not None and ctx.needs_input_grad[4]:
             mine = sinks_gradient(dout, out, lse, sinks[heads.query_heads]).to(sinks.dtype)
             dsinks = _whole_heads(mine, heads)
         dbias = grads.dbias_table_NH

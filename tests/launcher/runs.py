@@ -108,6 +108,11 @@ STARTS = {
     "sft-qwen3-8b-128k": "Qwen3-8B",
     "sft-llama-3.1-8b-256k": "Llama-3.1-8B",
     "sft-recall": "recall",
+    "lora-llama-3.1-8b-256k": "Llama-3.1-8B",
+    "lora-gpt-oss-20b-512k": "gpt-oss-20b",
+    "lora-recall": "recall",
+    "dpo-qwen3-8b-64k": "Qwen3-8B",
+    "dpo-recall": "recall",
 }
 """Model that a recipe starts from: a published one, or ours by ``make demo-chat``."""
 STARTED = HUB | {

@@ -359,6 +359,7 @@ class _Attention(torch.autograd.Function):
         bias, dbias_table, dsinks = ctx.scores.relative_bias, None, None
         if bias is not None and grads.dbias_table_NH is not None:
             dbias_table = grads.dbias_table_NH.to(bias.table_NH.dtype)
-        if sinks is not None:
+        # Beside adapters the sinks are frozen, and their gradient would take float32 copies of the output.
+        if sinks is not None and ctx.needs_input_grad[4]:
             dsinks = sinks_gradient(dout, out, lse, sinks).to(sinks.dtype)
         return dq, dk, dv, dbias_table, dsinks, None, None, None, None

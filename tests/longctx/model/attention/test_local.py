@@ -139,6 +139,20 @@ def test_sinks_on_the_preferred_kernel(dtype, H, K, products):
         assert (got.double() - want).norm() / want.norm() < (ATTENTION[products] if dtype == torch.bfloat16 else 1e-6)
 
 
+def test_frozen_sinks_have_no_gradient(monkeypatch: pytest.MonkeyPatch):
+    """Beside adapters: their gradient would take float32 copies of the output."""
+    x, mask = leaves(1, 23), AttentionMask((0, 7, 23))
+    inputs = [x[n] for n in "qkv"]
+    found = []
+    for frozen in (False, True):
+        if frozen:
+            monkeypatch.setattr("longctx.model.attention.local.sinks_gradient", None)
+        sinks = x["sinks"].detach().requires_grad_(not frozen)
+        out = attend_once(LocalAttention("blockwise"), *inputs, mask, weights=(sinks,))
+        found.append(torch.autograd.grad(out, inputs, torch.ones_like(out)))
+    assert all(map(torch.equal, *found))
+
+
 def test_sinks_on_rows_without_a_key():
     out, lse = apply_sinks(torch.zeros(1, 2, 2, 3), torch.full((1, 2, 2), -torch.inf), torch.tensor([0.5, -torch.inf]))
     assert torch.equal(out, torch.zeros(1, 2, 2, 3))
