@@ -147,7 +147,8 @@ SMALL_MODEL = {
 SMALL_HF = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
     "intermediate_size": 48, "num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": 8,
-    "num_experts_per_tok": 3, "experts_per_token": 3, "num_local_experts": 8, "layer_types": ["sliding_attention", "full_attention"],
+    "num_experts_per_tok": 3, "experts_per_token": 3, "num_local_experts": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 """The same in the config.json of a model that a recipe starts from, of keys that it has."""
