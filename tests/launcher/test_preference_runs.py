@@ -116,6 +116,17 @@ def test_adapters_learn_preferences(preferences, base):
     assert steps[-1]["loss"] < steps[0]["loss"]
 
 
+def test_single_replies_are_learned(shards, base):
+    folder, output = base.with_name("labelled"), base.with_name("kto")
+    write_preferences(folder, load_tokenizer(shards), SIZES, labels=[n % 2 for n in range(len(SIZES))])
+    score(base, folder)
+    changed = {**COMPARED, "run.start_from": base, "preference.loss": "kto", "validation.rows": 0}
+    run(train_adapters, 2, folder, output, {**changed, "zero.stage": 1})
+    steps = of_steps(output)
+    assert abs(steps[0]["loss"] - 0.5) < 1e-6
+    assert steps[-1]["loss"] < 0.5
+
+
 def test_the_verb_says_what_it_stored(capsys, preferences, base, tmp_path):
     copied = Path(shutil.copytree(preferences, tmp_path / "copied"))
     words = ["score", "--references", "--checkpoint", base, "--data", copied]
