@@ -128,7 +128,9 @@ def test_the_count_is_the_modules_for_images(name):
 @pytest.mark.few(5)
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_the_count_is_the_modules_for_every_recipe(path):
-    check_against_the_module(load_run_config(recipe_flags(path)).model.config())
+    config = load_run_config(recipe_flags(path)).model.config()
+    # A quantized weight is a tensor of bytes.
+    check_against_the_module(replace(config, adapter=replace(config.adapter, quantize_base="none")))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
