@@ -31,14 +31,14 @@ PREFERENCE_LOSSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceOptions:
-    """A preference loss and its coefficients: ``[preference]``."""
+    """Preference loss, its reference and its coefficients; read with train.objective=preferences."""
 
     loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
     """Preference loss: dpo, ipo and kto (single labelled replies) compare with a reference's log-likelihoods, which
-    ``longctx data reference`` stores in the shards; simpo and orpo need none."""
+    `longctx score --references` stores in the shards; simpo and orpo need none."""
     reference: Literal["start", "any"] = "start"
-    """Reference model whose log-likelihoods the shards must have: start for the weights of run.start_from, any for any
-    model's."""
+    """Reference model whose log-likelihoods the shards must have: start for the weights of run.start_from with the
+    run's rope, any for any model's."""
     beta: float = 0.1
     """Scale of rewards: how strongly dpo, ipo (its τ) and kto hold a model near its reference; for simpo try 2, for
     orpo it weighs the odds ratio."""

@@ -7,7 +7,7 @@ as training reads them: ranks in a context group share a batch of complete recor
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -202,6 +202,7 @@ def _store(
         "weights": model_source.fingerprint,
         "checkpoint": model_source.name,
         "tokenizer": model_source.tokenizer.fingerprint,
+        "rope": asdict(model_source.model.rope),
         "dtype": options.dtype,
         "date": date.today().isoformat(),
     }

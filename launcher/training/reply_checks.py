@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from data_pipeline.shards.reader import ShardSet
@@ -47,10 +49,20 @@ def _check_reference(config: ResolvedConfig, shards: ShardSet, origin: Kind) -> 
     if config.preference.reference == "any" or origin != "started" or start == "no":
         return
     weights = open_reader(find_model(Path(start)))[2]
-    found = shards.references.origin.get("weights")
+    origin_of, rope = shards.references.origin, json.loads(json.dumps(asdict(config.model.config().rope)))
+    # [model.rope] may stretch what the checkpoint's config says, and only that was scored.
+    differing = [name for name, value in rope.items() if origin_of.get("rope", rope).get(name) != value]
+    if differing:
+        raise ConfigError(
+            f"the log-likelihoods in {shards.folder} come from a model with another rope than the run's ([model.rope] "
+            f"{', '.join(differing)}): the run would not start at its reference.\nStore them again from a "
+            "Hugging Face folder whose config.json has the run's rope, and start from it, or set "
+            "preference.reference=any."
+        )
+    found = origin_of.get("weights")
     if found != weights:
         raise ConfigError(
             f"the log-likelihoods in {shards.folder} come from other weights ({found}, "
-            f"{shards.references.origin.get('checkpoint')}) than run.start_from={start} ({weights}).\nStore them again "
+            f"{origin_of.get('checkpoint')}) than run.start_from={start} ({weights}).\nStore them again "
             f"with `{command}`, or set preference.reference=any to hold the model near another one."
         )

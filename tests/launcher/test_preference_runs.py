@@ -154,6 +154,10 @@ def test_references_of_other_weights_are_refused(preferences, base, tuned, tmp_p
         checked(copied, tuned)
     checked(copied, tuned, **{"preference.reference": "any"})
     checked(copied, base)
+    stretched = {"model.rope.kind": "linear", "model.rope.factor": 2}
+    with pytest.raises(ConfigError, match=r"another rope than the run's .* kind, factor"):
+        checked(copied, base, **stretched)
+    checked(copied, base, **stretched, **{"preference.reference": "any"})
     (copied / "references.arrow").unlink()
     with pytest.raises(ConfigError, match=r"no log-likelihoods of one.\nStore them with `longctx score --references"):
         checked(copied, base)
