@@ -186,6 +186,31 @@ class PackedDocuments:
         return hash(self.bounds)
 
 
+@dataclass(frozen=True, eq=False)
+class ReadTokens:
+    """Tokens whose hidden states are read after the last layer; all others serve its attention as keys and values."""
+
+    indices_F: Tensor
+    """Indices into [B·t], int64."""
+    documents: PackedDocuments | None = None
+    """The tokens as documents, in ascending order, if the CPU knows which document each is from: document n holds those
+    of the batch's document n. The last layer then computes only their queries, in one process."""
+
+    @classmethod
+    def of_firsts(cls, indices_F: Tensor, documents: PackedDocuments) -> ReadTokens:
+        """Return the first tokens of some documents, at these ascending indices."""
+        padding = documents.padding
+        if padding is None:
+            return cls(indices_F)
+        counts = [min(length, 1) for length in documents.lengths]
+        for number in padding:
+            counts[number] = 0
+        # Only their number is known without waiting for a device.
+        if sum(counts) != len(indices_F):
+            return cls(indices_F)
+        return cls(indices_F, PackedDocuments.of_lengths(counts))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stream:
     """One sequence of packed documents, ready to be split between ranks token by token.

@@ -24,6 +24,7 @@ from longctx.model.layers.dropout import Draw, Dropout
 from longctx.model.layers.mlp import FeedForward
 from longctx.model.layers.norms import build_norm
 from longctx.model.mixers.cross_projections import CrossCall
+from longctx.model.mixers.grouped_query_attention import GroupedQueryAttention
 from longctx.model.mixers.mixer_networks import NETWORKS
 from longctx.model.mixers.network import MixerNetwork
 from longctx.model.recompute import RecomputeCache, recomputed
@@ -34,6 +35,20 @@ ResidualDropout = tuple[Draw | None, Draw | None, Draw | None]
 
 _CROSS_SITES = 2 * MAX_LAYERS
 """Dropout sites below it belong to attention and FFN, two per layer; cross attention's start here."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadCall:
+    """The tokens whose outputs are read after the last layer."""
+
+    indices_F: Tensor
+    """Indices into [B·t], int64."""
+    plan: Plan = None
+    """The core's plan for their queries and all keys; None if it computes all queries."""
+
+    def select(self, x_BtM: Tensor) -> Tensor:
+        """Return the tokens' rows [1, F, …]."""
+        return x_BtM.flatten(0, 1).index_select(0, self.indices_F)[None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +75,9 @@ class LayerCall:
     """Calls the block's parts on both sides of the core, eager or compiled."""
     cross: CrossCall | None = None
     """Cross attention's arguments, in a decoder that reads a source."""
-    read_F: Tensor | None = None
-    """Tokens whose outputs are read, int64 indices into [B·t], for the last layer; None: all. Neither with ``dropout``
-    nor with experts: both need all tokens."""
+    read: ReadCall | None = None
+    """Tokens whose outputs are read, for the last layer; None: all. Neither with ``dropout`` nor with experts: both
+    need all tokens."""
 
     def residual_dropout(self) -> ResidualDropout:
         """Return the dropout draws for the layer's residual sums."""
@@ -135,23 +150,30 @@ class Block(nn.Module):
         self, x_BtM: Tensor, table: RotaryTable | None, call: LayerCall, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
         heads_BtHV = self._run_core(x_BtM, table, call, recompute_cache)
-        if call.read_F is not None:
+        read = call.read
+        if read is not None:
             # Other tokens served attention only.
-            x_BtM, heads_BtHV = (x.flatten(0, 1).index_select(0, call.read_F)[None] for x in (x_BtM, heads_BtHV))
+            x_BtM = read.select(x_BtM)
+            if read.plan is None:
+                heads_BtHV = read.select(heads_BtHV)
         return self.finish(x_BtM, heads_BtHV, call.residual_dropout(), call, recompute_cache)
 
     def _run_core(
         self, x_BtM: Tensor, table: RotaryTable | None, call: LayerCall, recompute_cache: RecomputeCache | None
     ) -> Tensor:
         """Project the layer's input and run the attention core on it."""
-        cache, cached = None, call.cache is not None
-        q, k, v = call.run(Block.before_core, self, x_BtM, table, cached)
+        cache, cached, plan = None, call.cache is not None, call.plan
+        if call.read is not None and call.read.plan is not None:
+            plan = call.read.plan
+            q, k, v = self._project_read(x_BtM, call.read)
+        else:
+            q, k, v = call.run(Block.before_core, self, x_BtM, table, cached)
         if call.cache is not None:
             cache = call.cache.layer(call.layer)
         weights = self.self_attn.core_weights()
         # Called from here and not deeper: a core runs outside compiled graphs and breaks each function around it.
         return call.core(
-            q, k, v, plan=call.plan, cache=cache, scores=call.scores, weights=weights, recompute_cache=recompute_cache
+            q, k, v, plan=plan, cache=cache, scores=call.scores, weights=weights, recompute_cache=recompute_cache
         )
 
     def finish(
@@ -177,6 +199,12 @@ class Block(nn.Module):
         """Project the layer's input to queries, keys and values (``project``)."""
         normed_BtM = self.before(x_BtM, "input_layernorm")
         return self.self_attn.project(normed_BtM, table, cached=cached, only_graph=only_graph)
+
+    def _project_read(self, x_BtM: Tensor, read: ReadCall) -> tuple[Tensor, Tensor, Tensor]:
+        """Project the tokens read to queries [1, F, H, D], and all tokens to keys and values."""
+        assert isinstance(self.self_attn, GroupedQueryAttention), "planned for a mixer without separate queries"
+        normed_BtM = self.before(x_BtM, "input_layernorm")
+        return self.self_attn.queries(read.select(normed_BtM)), *self.self_attn.keys_and_values(normed_BtM)
 
     def after_core(
         self,

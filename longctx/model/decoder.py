@@ -6,7 +6,6 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from longctx.architecture.fields import encoder_of
 from longctx.architecture.layer_specs import mixers_of
 from longctx.architecture.mixers.mixer import Mixer
-from longctx.batch import PackedDocuments, Stream
+from longctx.batch import PackedDocuments, ReadTokens, Stream
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.graphs import exclude_from_graphs
@@ -30,7 +29,7 @@ from longctx.model.attention.core import AttentionCore, PassCore
 from longctx.model.attention.kv_cache import KVCache, TokenChunk
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.sequences import PassCache, SequencesCache, SequencesCore
-from longctx.model.block import LayerCall
+from longctx.model.block import LayerCall, ReadCall
 from longctx.model.chunks.chunked_head import chunked_loss_sums, chunked_token_nll
 from longctx.model.chunks.chunked_layer import chunked_layer
 from longctx.model.chunks.residual_stream import ResidualStream, new_stream
@@ -45,7 +44,7 @@ from longctx.model.layers.initialize import InitialTensor, initial_buffer
 from longctx.model.layers.linear import set_matmul_mode
 from longctx.model.mixers.cross_projections import CrossCall
 from longctx.model.mixers.mixer_networks import CROSS, with_local_cores
-from longctx.model.plans import cross_call, plan_layers, resolve_positions
+from longctx.model.plans import cross_call, plan_layers, plan_read, resolve_positions
 from longctx.model.rotary import RotaryTable
 from longctx.model.source import EncodedSource, join_sources
 from longctx.model.stack import PassCalls, Stack, StackInput
@@ -138,7 +137,7 @@ class Decoder(nn.Module):
         segments: Tensor | None = None,
         pixels: Tensor | None = None,
         mtp_tokens: Sequence[Tensor] = (),
-        read: Tensor | None = None,
+        read: ReadTokens | None = None,
     ) -> Any:
         """Compute hidden states [B, t, M]; with ``return_stats`` also ``RouterStats`` for each expert layer.
 
@@ -156,8 +155,8 @@ class Decoder(nn.Module):
         * ``pixels`` [B, t, C·P·P]: each token's patch, for a model of images in patches; token ids are then not read.
         * ``mtp_tokens`` [B, t] each: the following tokens, one token further per MTP block. The result is then a list
           of ``HeadInput`` instead of hidden states.
-        * ``read``: tokens whose hidden states are read, int64 indices into [B·t]; the result is then [1, F, M]. Only
-          without ``stream`` and ``mtp_tokens``, and not in a hierarchical model.
+        * ``read``: tokens whose hidden states are read; the result is then [1, F, M]. Only without ``stream`` and
+          ``mtp_tokens``, and not in a hierarchical model.
         """
         source = self._resolve_source(cache, source)
         given = StackInput(
@@ -343,10 +342,14 @@ class Decoder(nn.Module):
         # Experts count all tokens, dropout draws for them, and chunks and compiled regions take them as they are.
         takes_all = random.dropout is not None or config.has_experts(config.num_layers - 1)
         takes_all = takes_all or stream is not None or self.execution.compiler is not None
-        calls = PassCalls(tables, {mixer: call(core=cores[mixer], plan=plan) for mixer, plan in plans.items()})
+        read = None
+        if given.read is not None and not takes_all:
+            plan = plan_read(config, cores, documents, given.read, plans)
+            read = ReadCall(given.read.indices_F, plan)
+        calls = PassCalls(tables, {mixer: call(core=cores[mixer], plan=plan) for mixer, plan in plans.items()}, read)
         # An encoder has no token table and reads the decoder's.
         hidden_BtM = stack(
-            replace(given, read=None) if takes_all else given,
+            given,
             positions_Bt,
             calls,
             dropout=random.dropout,
@@ -357,7 +360,7 @@ class Decoder(nn.Module):
         if stream is not None and stream_of_caller is None:
             hidden_BtM = stack.last_norm(stream.leave(hidden_BtM))
         if given.read is not None and takes_all:
-            hidden_BtM = hidden_BtM.flatten(0, 1).index_select(0, given.read)[None]
+            hidden_BtM = ReadCall(given.read.indices_F).select(hidden_BtM)
         if cache is not None and new_tokens is not None:
             cache.extend(new_tokens)
         head_inputs = stack.build_head_inputs(hidden_BtM, stream_of_caller, mtp_tokens, calls)

@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.architecture.layer_specs import can_share_prefixes, groups_of, mixers_of
+from longctx.architecture.layer_specs import can_share_prefixes, groups_of, layer_specs, mixers_of
 from longctx.architecture.mixers.image_window_mixer import ImageWindowMixer
 from longctx.architecture.mixers.mixer import Mixer
-from longctx.batch import PackedDocuments
+from longctx.architecture.mixers.softmax_mixer import SoftmaxMixer
+from longctx.batch import PackedDocuments, ReadTokens
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.attention.kernel_interface import ScoreRules
 from longctx.kernels.devices import on_cpu
 from longctx.model.attention.core import AttentionCore, AttentionShapes, PassCore, Plan
 from longctx.model.attention.kv_cache import TokenChunk
+from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import PassCache
 from longctx.model.mixers.cross_projections import CrossCall
@@ -64,6 +66,28 @@ def plan_layers(
         mask = AttentionMask(documents, mixer.causal, mixer.window or None, stride=mixer.stride, image_windows=windows)
         plans[mixer] = cores[mixer].plan(mask, shapes, placement)
     return documents, plans
+
+
+def plan_read(
+    config: ModelConfig,
+    cores: Mapping[Mixer, PassCore],
+    documents: PackedDocuments,
+    read: ReadTokens,
+    plans: Mapping[Mixer, Plan],
+) -> Plan | None:
+    """Plan the last layer's attention for the queries of ``read`` only, given the plans for all.
+
+    Return None if the core must compute all queries: across ranks, where their work is balanced as it is, and where a
+    query's position decides what it sees.
+    """
+    mixer = layer_specs(config)[config.num_layers - 1].mixer
+    core, has_positions = cores[mixer], config.position in ("rope", "relative", "alibi", "t5")
+    if read.documents is None or not isinstance(core, LocalAttention) or not isinstance(mixer, SoftmaxMixer):
+        return None
+    if mixer.causal or mixer.window or mixer.stride or has_positions:
+        return None
+    mask = AttentionMask(read.documents, causal=False, key_documents=documents)
+    return core.plan(mask, replace(plans[mixer].shapes, batch=1, tokens=read.documents.num_tokens))
 
 
 def cross_call(

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from longctx.architecture.layer_specs import layer_specs
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.rope import Rope
-from longctx.batch import PackedDocuments
+from longctx.batch import PackedDocuments, ReadTokens
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.kernel_interface import RelativeBias, ScoreRules
 from longctx.model.adapters import with_gradient
-from longctx.model.block import Block, LayerCall
+from longctx.model.block import Block, LayerCall, ReadCall
 from longctx.model.chunks.chunked_layer import chunked_layer
 from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.chunks.token_table import TokenTable, is_summed_by_rows
@@ -50,8 +50,8 @@ class StackInput:
     pixels: Tensor | None = None
     hidden: Tensor | None = None
     """Hidden states [B, t, M] to start from instead of embeddings, in a stage after the front."""
-    read: Tensor | None = None
-    """Tokens whose hidden states are read, int64 indices into [B·t]; None: all."""
+    read: ReadTokens | None = None
+    """Tokens whose hidden states are read; None: all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,8 @@ class PassCalls:
     tables: Sequence[RotaryTable | None]
     """One per rope, from ``Stack.tables``."""
     of_mixer: Mapping[Mixer, LayerCall]
+    read: ReadCall | None = None
+    """Tokens whose outputs the last layer computes; None: all."""
     stats: list[tuple[Tensor, ...]] = field(default_factory=list)
     """``RouterStats.tensors`` from every expert layer that has run."""
 
@@ -131,15 +133,13 @@ class Stack(nn.Module):
 
         With ``stream`` return its handle instead, before the final norm. ``positions_Bt`` are resolved
         (``plans.resolve_positions``). ``embed_tokens`` is the table's module if the stack owns no table. With
-        ``given.read`` the last layer computes only these tokens' outputs, and the result is [1, F, M].
+        ``calls.read`` the last layer computes only these tokens' outputs, and the result is [1, F, M].
         """
         x_BtM = self._enter(given, positions_Bt, dropout, stream, embed_tokens)
         if self.config.adapter.is_used:
             x_BtM = with_gradient(x_BtM)
-        last = self.config.num_layers - 1
-        for layer in range(last):
+        for layer in range(self.config.num_layers):
             x_BtM = self.run_layer(layer, x_BtM, calls)
-        x_BtM = self.run_layer(last, x_BtM, calls, given.read)
         if stream is None:
             x_BtM = self.last_norm(x_BtM)
         return x_BtM
@@ -172,14 +172,16 @@ class Stack(nn.Module):
         """Dtype of the weights."""
         return next(self.parameters()).dtype
 
-    def run_layer(self, layer: int, x_BtM: Tensor, calls: PassCalls, read_F: Tensor | None = None) -> Tensor:
-        """Run one layer, or an MTP block after the last; return its output, with ``read_F`` only of these tokens."""
+    def run_layer(self, layer: int, x_BtM: Tensor, calls: PassCalls) -> Tensor:
+        """Run one layer, or an MTP block after the last; return its output, after the last layer of tokens read."""
         spec = self._specs[layer]
         if layer < self.config.num_layers:
             block = self.layers[layer % len(self.layers)]
         else:
             block = self.mtp[layer - self.config.num_layers].block
-        call = replace(calls.of_mixer[spec.mixer], layer=layer, read_F=read_F)
+        call = replace(calls.of_mixer[spec.mixer], layer=layer)
+        if layer == self.config.num_layers - 1:
+            call = replace(call, read=calls.read)
         table = calls.tables[self._rope_of_layer[layer]]
         x_BtM, *of_router = block(x_BtM, table, call=call)
         if spec.ffn == "experts":

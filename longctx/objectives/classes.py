@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.batch import Batch, Stream, with_targets
+from longctx.batch import Batch, ReadTokens, Stream, with_targets
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.chunks.residual_stream import ResidualStream
@@ -60,11 +60,11 @@ class Classes(RoutedTask):
         sums = label_sums(logits_FC, documents, label_smoothing=self.label_smoothing)
         return {"objective": sums.objective, "nll": sums.nll, "right_classes": sums.right}
 
-    def read_tokens(self, batch: Batch) -> Tensor | None:
+    def read_tokens(self, batch: Batch) -> ReadTokens | None:
         """Return the labelled documents' first tokens, unless the head reads means."""
         if self.reduce_sums is not None:
             return None
-        return LabelledDocuments.of(batch).indices_F
+        return ReadTokens.of_firsts(LabelledDocuments.of(batch).indices_F, batch.documents)
 
     def token_nll(self, batch: Batch) -> Tensor:
         """Return each document's negative log-likelihood at its first token [B, t], without gradient; 0 elsewhere."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments, Stream, next_tokens
+from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments, ReadTokens, Stream, next_tokens
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import int64_tensor
 from longctx.model.chunks.residual_stream import ResidualStream
@@ -78,7 +78,7 @@ class Preferences(RoutedTask):
         losses_P, slopes_P2 = self._losses(scores)
         weights_Bt, targets_Bt = _at_tokens(-slopes_P2.to(nll_Bt.dtype), documents_P2, batch), batch.targets
         if read is not None:
-            weights_Bt, targets_Bt = (x_Bt.flatten()[read][None] for x_Bt in (weights_Bt, targets_Bt))
+            weights_Bt, targets_Bt = (x_Bt.flatten()[read.indices_F][None] for x_Bt in (weights_Bt, targets_Bt))
         weighted, _ = self.network.loss_sums(found, targets_Bt, stream=stream, weights_Bt=weights_Bt)
         # Only the rank with a record's first reply token counts its values; the others add 0.
         records_F, _ = _records_here(batch, documents_P2)
@@ -93,9 +93,9 @@ class Preferences(RoutedTask):
         read = self.read_tokens(batch)
         return self._token_nll(hidden_states(self.network, batch, read=read), batch, read)
 
-    def read_tokens(self, batch: Batch) -> Tensor:
+    def read_tokens(self, batch: Batch) -> ReadTokens:
         """Return the tokens that predict a reply's: prompts only serve attention. A GPU waits for the search."""
-        return (batch.targets != IGNORED_TARGET).flatten().nonzero().flatten()
+        return ReadTokens((batch.targets != IGNORED_TARGET).flatten().nonzero().flatten())
 
     @torch.no_grad()
     def score(self, batch: Batch) -> TokenScores:
@@ -117,12 +117,14 @@ class Preferences(RoutedTask):
         """Return the replies' log-likelihoods [P, 2] in float64, equal on all ranks: a reference for other models."""
         return self._reply_scores(self.token_nll(batch), batch)[0].sums
 
-    def _token_nll(self, found: Any, batch: Batch, read: Tensor | None, stream: ResidualStream | None = None) -> Tensor:
+    def _token_nll(
+        self, found: Any, batch: Batch, read: ReadTokens | None, stream: ResidualStream | None = None
+    ) -> Tensor:
         """Return ``token_nll`` from hidden states of the tokens ``read``, or from a stream's handle."""
         if read is None:
             return self.network.token_nll(found, batch.targets, stream)
-        nll_1F = self.network.token_nll(found, batch.targets.flatten()[read][None])
-        return nll_1F.new_zeros(batch.targets.numel()).index_copy_(0, read, nll_1F[0]).view_as(batch.targets)
+        nll_1F = self.network.token_nll(found, batch.targets.flatten()[read.indices_F][None])
+        return nll_1F.new_zeros(batch.targets.numel()).index_copy_(0, read.indices_F, nll_1F[0]).view_as(batch.targets)
 
     @torch.no_grad()
     def _reply_scores(self, nll_Bt: Tensor, batch: Batch) -> tuple[ReplyScores, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.batch import Batch, Stream
+from longctx.batch import Batch, ReadTokens, Stream
 from longctx.config import ModelConfig
 from longctx.model.chunks.residual_stream import ResidualStream, new_stream
 from longctx.model.decoder import Decoder, stream_arguments
@@ -89,8 +89,8 @@ class RoutedTask(Task):
         """
         raise NotImplementedError
 
-    def read_tokens(self, batch: Batch) -> Tensor | None:
-        """Return the tokens whose hidden states ``sums_of`` reads, int64 indices into [B·t]; None: all."""
+    def read_tokens(self, batch: Batch) -> ReadTokens | None:
+        """Return the tokens whose hidden states ``sums_of`` reads; None: all."""
         return None
 
     def mtp_batches(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
@@ -124,7 +124,7 @@ def hidden_states(
     return_stats: bool = False,
     stream: ResidualStream | None = None,
     mtp_tokens: Sequence[Tensor] = (),
-    read: Tensor | None = None,
+    read: ReadTokens | None = None,
 ) -> Any:
     """Run ``Decoder.forward`` on a batch with all its per-token data, after encoding its source."""
     source = None

@@ -128,7 +128,10 @@ def table_slices(table: Tensor) -> tuple[AttentionSlice, ...]:
 
 
 class SliceGroup(NamedTuple):
-    """Equal slices, one after the other in queries and keys: packed documents of one length, such as images."""
+    """Equal slices, one after the other in queries and keys: packed documents of one length, such as images.
+
+    Only for scores that do not depend on distance: with other rows for queries than for keys, its offset changes.
+    """
 
     first: AttentionSlice
     num_slices: int
@@ -150,7 +153,7 @@ class SliceGroup(NamedTuple):
         moved = self.first.shifted(
             queries=self.queries.stop - self.first.q_start, keys=self.keys.stop - self.first.k_start
         )
-        return moved == attn_slice
+        return moved._replace(offset=attn_slice.offset) == attn_slice
 
 
 @once_per_table

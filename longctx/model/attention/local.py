@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.kernels.attention import ops
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
-from longctx.kernels.attention.kernel_interface import KernelRequest, ScoreRules
+from longctx.kernels.attention.kernel_interface import Gradients, KernelRequest, ScoreRules
 from longctx.kernels.attention.kernel_selection import KERNELS, choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
@@ -128,13 +128,13 @@ class LocalAttention(AttentionCore):
                 return as_dtype(out, q_BtHD.dtype)
             if not torch.is_grad_enabled():
                 return _forward_with_sinks(
-                    q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, _eager(plan.kernel, q_BtHD), scores
+                    q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, _forward_of(plan.kernel, q_BtHD), scores
                 )[0]
         else:
             # Slices index the flattened tokens, so rows are laid end to end.
             q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, -1, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
         if not torch.is_grad_enabled() and recompute_cache is None:
-            forward = partial(ops.forward, plan.kernel)
+            forward = _forward_of(plan.kernel, q_BtHD)
             out, _ = _forward_with_sinks(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, forward, scores)
             return out.view(B, T, H, v_BtKV.shape[3])
         # Autograd sees a tensor only if it is an argument, so the table is passed in addition to the scores.
@@ -199,7 +199,7 @@ class LocalAttention(AttentionCore):
             append_rows(
                 cache, k[own], v[own], plan.shapes, visible_rows=plan.visible_rows, reserved_rows=plan.reserved_rows
             )
-        out, _ = _forward_with_sinks(q, k, v, sinks_H, plan.work, _eager(plan.kernel, q), scores)
+        out, _ = _forward_with_sinks(q, k, v, sinks_H, plan.work, _forward_of(plan.kernel, q), scores)
         return out.flatten(0, 1).unsqueeze(0)
 
     def _request(self, mask: AttentionMask, shapes: AttentionShapes) -> KernelRequest:
@@ -291,12 +291,23 @@ def _is_newest(mask: AttentionMask, shapes: AttentionShapes) -> bool:
     return not mask.stride and not mask.sink_tokens and not shapes.rules
 
 
-def _eager(kernel: str, q_BtHD: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+# An operator call takes as long as attention on a generated token, or on a batch of small images.
+def _forward_of(kernel: str, q_BtHD: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the kernel's ``forward``: direct for plain CPU tensors, otherwise as an operator, which a trace needs."""
-    # An operator call takes about as long as a generated token's attention.
-    if type(q_BtHD) is Tensor and on_cpu(q_BtHD):
+    if _is_plain(q_BtHD):
         return KERNELS[kernel].forward
     return partial(ops.forward, kernel)
+
+
+def _backward_of(kernel: str, q_BtHD: Tensor) -> Callable[..., Gradients]:
+    """Return the kernel's ``backward``, as ``_forward_of`` does."""
+    if _is_plain(q_BtHD):
+        return KERNELS[kernel].backward
+    return partial(ops.backward, kernel)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) is Tensor and on_cpu(x)
 
 
 def _forward_with_sinks(
@@ -342,7 +353,7 @@ class _Attention(torch.autograd.Function):
             out, lse = known
         else:
             # Backward must read the rounded output, the one that later layers have seen.
-            out, lse = _forward_with_sinks(q, k, v, sinks, work, partial(ops.forward, kernel), scores)
+            out, lse = _forward_with_sinks(q, k, v, sinks, work, _forward_of(kernel, q), scores)
             if recompute_cache is not None:
                 recompute_cache.save(out, lse)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -353,7 +364,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout: Tensor):  # type: ignore[override]
         q, k, v, out, lse, sinks = ctx.saved_tensors
         # The saved log-sum-exp includes the sinks, so the kernel's backward sees final softmax weights.
-        backward = partial(ops.backward, ctx.kernel, scores=ctx.scores)
+        backward = partial(_backward_of(ctx.kernel, q), scores=ctx.scores)
         grads = backward_work(dout, q, k, v, out, lse, ctx.work, backward)
         dq, dk, dv = grads.dq_BtHD.to(q.dtype), grads.dk_BsKD.to(k.dtype), grads.dv_BsKV.to(v.dtype)
         bias, dbias_table, dsinks = ctx.scores.relative_bias, None, None

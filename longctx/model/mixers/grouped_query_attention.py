@@ -78,20 +78,8 @@ class GroupedQueryAttention(nn.Module):
         With relative positions queries and keys are wider than D. With ``only_graph`` values that no backward reads are
         NaN.
         """
-        # Norms read both, and relative positions multiply the queries, so their values must be computed.
-        skips = only_graph and self.qk_norm == "none" and self.relative is None and not self.v_norm
-        q, k = self.q_proj(x_BtM, only_graph=skips), self.k_proj(x_BtM, only_graph=skips)
-        v = k
-        if self.v_proj is not None:
-            v = self.v_proj(x_BtM, only_graph=only_graph and not self.v_norm)
-        if self.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
-        B, t, H, K, D = x_BtM.shape[0], x_BtM.shape[1], self.num_heads, self.num_kv_heads, self.head_dim
-        q, k, v = q.view(B, t, H, D), k.view(B, t, K, D), v.view(B, t, K, D)
-        if self.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.v_norm:
-            v = rms_norm(v, v.new_ones(D), self.eps)
+        q = self.queries(x_BtM, only_graph=only_graph)
+        k, v = self.keys_and_values(x_BtM, only_graph=only_graph)
         if table is None:
             return q, k, v
         # Positions come after the norm: rotation keeps a normed head's length.
@@ -100,6 +88,36 @@ class GroupedQueryAttention(nn.Module):
         else:
             q, k = apply_rotary_to_both(q, k, table, interleaved=self.interleaved, only_graph=only_graph)
         return q, k, v
+
+    def queries(self, x_BtM: Tensor, *, only_graph: bool = False) -> Tensor:
+        """Project tokens to queries [B, t, H, D], before positions."""
+        q = self.q_proj(x_BtM, only_graph=only_graph and self._skips_values)
+        return self._heads(q, "q_norm")
+
+    def keys_and_values(self, x_BtM: Tensor, *, only_graph: bool = False) -> tuple[Tensor, Tensor]:
+        """Project tokens to keys and values [B, t, K, D], before positions."""
+        k = self.k_proj(x_BtM, only_graph=only_graph and self._skips_values)
+        v = k
+        if self.v_proj is not None:
+            v = self.v_proj(x_BtM, only_graph=only_graph and not self.v_norm)
+        v = v.unflatten(-1, (-1, self.head_dim))
+        if self.v_norm:
+            v = rms_norm(v, v.new_ones(self.head_dim), self.eps)
+        return self._heads(k, "k_norm"), v
+
+    @property
+    def _skips_values(self) -> bool:
+        """True if backward reads the values of neither queries nor keys."""
+        # Norms read both, and relative positions multiply the queries, so their values must be computed.
+        return self.qk_norm == "none" and self.relative is None and not self.v_norm
+
+    def _heads(self, x_BtC: Tensor, norm: str) -> Tensor:
+        if self.qk_norm == "full":
+            x_BtC = getattr(self, norm)(x_BtC)
+        x_BtHD = x_BtC.unflatten(-1, (-1, self.head_dim))
+        if self.qk_norm == "head":
+            x_BtHD = getattr(self, norm)(x_BtHD)
+        return x_BtHD
 
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
         """Gate the heads' outputs if the model has gates, and mix them back to the model width [B, t, M]."""
