@@ -196,6 +196,10 @@ class ReadTokens:
     """The tokens as documents, in ascending order, if the CPU knows which document each is from: document n holds those
     of the batch's document n. The last layer then computes only their queries, in one process."""
 
+    def select(self, x_BtM: Tensor) -> Tensor:
+        """Return the tokens' rows [1, F, M]."""
+        return x_BtM.flatten(0, 1).index_select(0, self.indices_F)[None]
+
     @classmethod
     def of_firsts(cls, indices_F: Tensor, documents: PackedDocuments) -> ReadTokens:
         """Return the first tokens of some documents, at these ascending indices."""

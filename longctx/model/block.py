@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from longctx.architecture.layer_specs import layer_specs
 from longctx.architecture.model_rules import MAX_LAYERS
+from longctx.batch import ReadTokens
 from longctx.config import ModelConfig
 from longctx.kernels.attention.kernel_interface import ScoreRules
 from longctx.kernels.regions import RegionRunner, call_function
@@ -27,6 +28,7 @@ from longctx.model.mixers.cross_projections import CrossCall
 from longctx.model.mixers.grouped_query_attention import GroupedQueryAttention
 from longctx.model.mixers.mixer_networks import NETWORKS
 from longctx.model.mixers.network import MixerNetwork
+from longctx.model.plans import ReadCall
 from longctx.model.recompute import RecomputeCache, recomputed
 from longctx.model.rotary import RotaryTable
 
@@ -35,20 +37,6 @@ ResidualDropout = tuple[Draw | None, Draw | None, Draw | None]
 
 _CROSS_SITES = 2 * MAX_LAYERS
 """Dropout sites below it belong to attention and FFN, two per layer; cross attention's start here."""
-
-
-@dataclass(frozen=True, eq=False)
-class ReadCall:
-    """The tokens whose outputs are read after the last layer."""
-
-    indices_F: Tensor
-    """Indices into [B·t], int64."""
-    plan: Plan = None
-    """The core's plan for their queries and all keys; None if it computes all queries."""
-
-    def select(self, x_BtM: Tensor) -> Tensor:
-        """Return the tokens' rows [1, F, …]."""
-        return x_BtM.flatten(0, 1).index_select(0, self.indices_F)[None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,9 +141,9 @@ class Block(nn.Module):
         read = call.read
         if read is not None:
             # Other tokens served attention only.
-            x_BtM = read.select(x_BtM)
+            x_BtM = read.tokens.select(x_BtM)
             if read.plan is None:
-                heads_BtHV = read.select(heads_BtHV)
+                heads_BtHV = read.tokens.select(heads_BtHV)
         return self.finish(x_BtM, heads_BtHV, call.residual_dropout(), call, recompute_cache)
 
     def _run_core(
@@ -165,7 +153,7 @@ class Block(nn.Module):
         cache, cached, plan = None, call.cache is not None, call.plan
         if call.read is not None and call.read.plan is not None:
             plan = call.read.plan
-            q, k, v = self._project_read(x_BtM, call.read)
+            q, k, v = self._project_read(x_BtM, call.read.tokens)
         else:
             q, k, v = call.run(Block.before_core, self, x_BtM, table, cached)
         if call.cache is not None:
@@ -200,7 +188,7 @@ class Block(nn.Module):
         normed_BtM = self.before(x_BtM, "input_layernorm")
         return self.self_attn.project(normed_BtM, table, cached=cached, only_graph=only_graph)
 
-    def _project_read(self, x_BtM: Tensor, read: ReadCall) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_read(self, x_BtM: Tensor, read: ReadTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Project the tokens read to queries [1, F, H, D], and all tokens to keys and values."""
         assert isinstance(self.self_attn, GroupedQueryAttention), "planned for a mixer without separate queries"
         normed_BtM = self.before(x_BtM, "input_layernorm")

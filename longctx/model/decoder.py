@@ -29,7 +29,7 @@ from longctx.model.attention.core import AttentionCore, PassCore
 from longctx.model.attention.kv_cache import KVCache, TokenChunk
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.sequences import PassCache, SequencesCache, SequencesCore
-from longctx.model.block import LayerCall, ReadCall
+from longctx.model.block import LayerCall
 from longctx.model.chunks.chunked_head import chunked_loss_sums, chunked_token_nll
 from longctx.model.chunks.chunked_layer import chunked_layer
 from longctx.model.chunks.residual_stream import ResidualStream, new_stream
@@ -342,25 +342,16 @@ class Decoder(nn.Module):
         # Experts count all tokens, dropout draws for them, and chunks and compiled regions take them as they are.
         takes_all = random.dropout is not None or config.has_experts(config.num_layers - 1)
         takes_all = takes_all or stream is not None or self.execution.compiler is not None
-        read = None
-        if given.read is not None and not takes_all:
-            plan = plan_read(config, cores, documents, given.read, plans)
-            read = ReadCall(given.read.indices_F, plan)
+        read = None if takes_all else plan_read(config, cores, documents, given.read, plans)
         calls = PassCalls(tables, {mixer: call(core=cores[mixer], plan=plan) for mixer, plan in plans.items()}, read)
         # An encoder has no token table and reads the decoder's.
-        hidden_BtM = stack(
-            given,
-            positions_Bt,
-            calls,
-            dropout=random.dropout,
-            stream=stream,
-            embed_tokens=self.model.embed_tokens if stack is self.encoder else None,
-        )
+        table = self.model.embed_tokens if stack is self.encoder else None
+        hidden_BtM = stack(given, positions_Bt, calls, dropout=random.dropout, stream=stream, embed_tokens=table)
         # A stream from the caller stays open: its head applies the last norm chunk by chunk.
         if stream is not None and stream_of_caller is None:
             hidden_BtM = stack.last_norm(stream.leave(hidden_BtM))
         if given.read is not None and takes_all:
-            hidden_BtM = ReadCall(given.read.indices_F).select(hidden_BtM)
+            hidden_BtM = given.read.select(hidden_BtM)
         if cache is not None and new_tokens is not None:
             cache.extend(new_tokens)
         head_inputs = stack.build_head_inputs(hidden_BtM, stream_of_caller, mtp_tokens, calls)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,26 +68,38 @@ def plan_layers(
     return documents, plans
 
 
+@dataclass(frozen=True, eq=False)
+class ReadCall:
+    """The tokens whose outputs are read after the last layer, and their attention."""
+
+    tokens: ReadTokens
+    plan: Plan | None
+    """The core's plan for their queries and all keys; None if it computes all queries."""
+
+
 def plan_read(
     config: ModelConfig,
     cores: Mapping[Mixer, PassCore],
     documents: PackedDocuments,
-    read: ReadTokens,
+    read: ReadTokens | None,
     plans: Mapping[Mixer, Plan],
-) -> Plan | None:
-    """Plan the last layer's attention for the queries of ``read`` only, given the plans for all.
+) -> ReadCall | None:
+    """Plan the last layer for the tokens that are read, given the plans for all; return None if all are.
 
-    Return None if the core must compute all queries: across ranks, where their work is balanced as it is, and where a
-    query's position decides what it sees.
+    The core computes all queries nevertheless across ranks, where their work is balanced as it is, and where a query's
+    position decides what it sees.
     """
+    if read is None:
+        return None
     mixer = layer_specs(config)[config.num_layers - 1].mixer
     core, has_positions = cores[mixer], config.position in ("rope", "relative", "alibi", "t5")
     if read.documents is None or not isinstance(core, LocalAttention) or not isinstance(mixer, SoftmaxMixer):
-        return None
+        return ReadCall(read, None)
     if mixer.causal or mixer.window or mixer.stride or has_positions:
-        return None
+        return ReadCall(read, None)
     mask = AttentionMask(read.documents, causal=False, key_documents=documents)
-    return core.plan(mask, replace(plans[mixer].shapes, batch=1, tokens=read.documents.num_tokens))
+    shapes = replace(plans[mixer].shapes, batch=1, tokens=read.documents.num_tokens)
+    return ReadCall(read, core.plan(mask, shapes))
 
 
 def cross_call(

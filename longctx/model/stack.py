@@ -22,7 +22,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.kernel_interface import RelativeBias, ScoreRules
 from longctx.model.adapters import with_gradient
-from longctx.model.block import Block, LayerCall, ReadCall
+from longctx.model.block import Block, LayerCall
 from longctx.model.chunks.chunked_layer import chunked_layer
 from longctx.model.chunks.residual_stream import ResidualStream
 from longctx.model.chunks.token_table import TokenTable, is_summed_by_rows
@@ -32,6 +32,7 @@ from longctx.model.layers.linear import Embedding, Linear, Weight
 from longctx.model.layers.norms import build_norm
 from longctx.model.mtp import HeadInput, MtpBlock
 from longctx.model.patches import PatchEmbedding
+from longctx.model.plans import ReadCall
 from longctx.model.rotary import RotaryTable, sinusoid_table, sinusoidal_embedding
 
 
