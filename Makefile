@@ -1,6 +1,6 @@
 # make demo            set up, then corpus, tokenizer, shards, pretraining, resume, report and export
 # make demo-recall     set up, then train a small model that finds needles, over ranks; evaluation and plots
-# make demo-chat       set up, then train a base model to answer in a chat template, over ranks; before and after
+# make demo-chat       set up, then tune a base model over ranks: chat template, adapters, preferences; compared
 # make demo-translate  set up, then train an encoder-decoder to translate, over ranks; BLEU on held-out pages
 # make test            set up, then run the tests
 # make test-core       set up, then run one test per promise in the README, in about a minute

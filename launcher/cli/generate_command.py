@@ -49,7 +49,7 @@ class SamplingFlags:
     min_p: float | None = None
     """Sample from tokens with at least this fraction of the highest probability."""
     seed: int | None = None
-    """Seed for sampling: the same seed gives the same tokens; default: 0."""
+    """Seed for sampling: the same seed gives the same tokens; prompt n of a file takes seed + n; default: 0."""
     beams: int | None = None
     """Number of beams to search with; the text is printed when the search ends."""
     length_penalty: float | None = None

@@ -116,6 +116,7 @@ class GenerationSession:
             [list(self.before(ids)) for ids in prompts],
             self.options.max_new_tokens,
             sources=sources,
+            numbers=indices,
             max_sequences=together,
             **self._choosing(),
         )

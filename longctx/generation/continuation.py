@@ -6,7 +6,7 @@ Axes: V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -60,6 +60,13 @@ class GenerationOptions:
     def is_greedy(self) -> bool:
         """True if every token is the plain argmax, so that one argmax serves a batch: greedy without penalties."""
         return isinstance(self.strategy, Greedy) and self.penalties == Penalties() and self.num_choices is None
+
+    def of_prompt(self, number: int) -> GenerationOptions:
+        """Return the options for one of several prompts: its samples do not depend on the others'."""
+        # With one seed for all, a random number that prefers some token would prefer it in every prompt.
+        if not isinstance(self.strategy, Sampling):
+            return self
+        return replace(self, strategy=replace(self.strategy, seed=self.strategy.seed + number))
 
     def check(self, model: Decoder, prompt_ids: Sequence[int], source_ids: Sequence[int] | None = None) -> None:
         """Raise ConfigError if the model cannot continue text, or if the options, prompt or source are invalid.

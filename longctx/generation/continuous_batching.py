@@ -34,6 +34,7 @@ def generate_batch(
     strategy: Greedy | Sampling | Beams | None = None,
     *,
     sources: Sequence[Sequence[int]] | None = None,
+    numbers: Sequence[int] | None = None,
     penalties: Penalties | None = None,
     stop_ids: Collection[int] = (),
     stop_strings: StopStrings | None = None,
@@ -42,10 +43,10 @@ def generate_batch(
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield (prompt index, new tokens) for each prompt as soon as it ends.
 
-    The tokens equal those from ``generate`` for the prompt alone: each prompt samples from the strategy's seed. At most
-    ``max_sequences`` are active, each with its own cache. Beam search handles one prompt after another. For a model
-    with an encoder, ``sources`` has the encoder's input for each prompt. All processes that share the model's sequences
-    must make the same call. An invalid request fails at the call.
+    The tokens equal those from ``generate`` for the prompt alone, with its number added to the strategy's seed;
+    ``numbers`` default to 0, 1, …. At most ``max_sequences`` are active, each with its own cache. Beam search handles
+    one prompt after another. For a model with an encoder, ``sources`` has the encoder's input for each prompt. All
+    processes that share the model's sequences must make the same call. An invalid request fails at the call.
     """
     options = GenerationOptions(
         max_new_tokens=max_new_tokens,
@@ -69,7 +70,8 @@ def generate_batch(
     if isinstance(options.strategy, Beams):
         both = enumerate(zip(prompts, of_each, strict=True))
         return ((index, list(stream(model, prompt, options, source))) for index, (prompt, source) in both)
-    return _release_sources_after(model, _generate_all(model, prompts, of_each, options, max_sequences))
+    of_prompts = [options.of_prompt(number) for number in numbers or range(len(prompts))]
+    return _release_sources_after(model, _generate_all(model, prompts, of_each, options, of_prompts, max_sequences))
 
 
 def _release_sources_after(model: Decoder, found: Iterator[tuple[int, list[int]]]) -> Iterator[tuple[int, list[int]]]:
@@ -95,6 +97,7 @@ def _generate_all(
     prompts: Sequence[Sequence[int]],
     sources: Sequence[Sequence[int] | None],
     options: GenerationOptions,
+    of_prompts: Sequence[GenerationOptions],
     max_sequences: int,
 ) -> Iterator[tuple[int, list[int]]]:
     new_cache = model.new_caches(min(max_sequences, len(prompts)))
@@ -106,7 +109,7 @@ def _generate_all(
         while waiting and len(under_way) + len(accepted) < max_sequences:
             index, cache = waiting.pop(), new_cache()
             cache.reserve(options.reserved_tokens)
-            accepted.append(_Sequence(index, Continuation(options, prompts[index]), cache))
+            accepted.append(_Sequence(index, Continuation(of_prompts[index], prompts[index]), cache))
         accepted_sources = [source for s in accepted if (source := sources[s.index]) is not None]
         if accepted_sources:
             read_sources(model, accepted_sources, [s.cache for s in accepted], options.chunk_tokens)

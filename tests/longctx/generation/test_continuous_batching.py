@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -70,11 +71,22 @@ def counted(attend, counts: list[int]):
 def test_tokens_are_those_of_each_prompt_alone(name, strategy):
     model, prompts = random_model(name), prompts_of(LENGTHS)
     options = {"stop_ids": range(0, 97, 9), "penalties": Penalties(repetition=1.1, presence=0.2, frequency=0.1)}
-    wanted = {n: generate(model, prompt, 17, strategy, **options) for n, prompt in enumerate(prompts)}
+    strategies = [strategy] * len(prompts)
+    if isinstance(strategy, Sampling):
+        strategies = [replace(strategy, seed=3 + n) for n in range(len(prompts))]
+    wanted = {n: generate(model, prompts[n], 17, of_prompt, **options) for n, of_prompt in enumerate(strategies)}
     assert len({len(ids) for ids in wanted.values()}) > 1, "they end at different times"
     found = list(generate_batch(model, prompts, 17, strategy, max_sequences=3, **options))
     assert dict(found) == wanted
     assert len(found) == len(prompts)
+
+
+def test_equal_prompts_sample_for_themselves():
+    model, strategy = random_model("dense"), Sampling(seed=3)
+    first, *others = (ids for _, ids in sorted(generate_batch(model, [[5, 8]] * 4, 12, strategy)))
+    assert first not in others
+    # A rank's part of a longer list: each prompt keeps its number there.
+    assert dict(generate_batch(model, [[5, 8]] * 2, 12, strategy, numbers=[2, 0])) == {0: others[1], 1: first}
 
 
 @settings(max_examples=15, deadline=None)

@@ -76,10 +76,17 @@ def test_sequences_that_enter_alone_and_together_share_a_pass():
 
 def test_beams_and_draws_of_many_are_those_of_one():
     model = model_of("rope")
-    for strategy in (Beams(num_beams=3, length_penalty=0.6), Sampling(temperature=2.0, seed=5)):
-        options = {"strategy": strategy, "penalties": Penalties(repetition=1.2)}
-        alone = [generate(model, START, NEW, source_ids=source, **options) for source in SOURCES]
-        together = dict(generate_batch(model, [START] * len(SOURCES), NEW, sources=SOURCES, **options))
+    beams = [Beams(num_beams=3, length_penalty=0.6)] * len(SOURCES)
+    # Prompt n draws with the seed plus n.
+    draws = [Sampling(temperature=2.0, seed=5 + n) for n in range(len(SOURCES))]
+    penalties = Penalties(repetition=1.2)
+    for strategies in (beams, draws):
+        alone = [
+            generate(model, START, NEW, strategy, source_ids=source, penalties=penalties)
+            for strategy, source in zip(strategies, SOURCES, strict=True)
+        ]
+        found = generate_batch(model, [START] * len(SOURCES), NEW, strategies[0], sources=SOURCES, penalties=penalties)
+        together = dict(found)
         assert [together[n] for n in range(len(SOURCES))] == alone
 
 
