@@ -130,7 +130,7 @@ if abs(nats["full"] - nats["lora"]) > 0.02:
     faults.append("adapters and all weights differ by more than 0.02 nats")
 if not short["full"] < 0.65 < 0.9 < short["dpo"]:
     faults.append("DPO has not raised the share of short replies from a half to 90 %")
-sys.exit("; ".join(faults))
+sys.exit("; ".join(faults) or None)
 PYTHON
 
 say "done in $((SECONDS - start)) s. Results:"
