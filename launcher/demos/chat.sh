@@ -94,7 +94,7 @@ show longctx score --references --checkpoint "$run/full-hf" --data "$work/pairs"
 tune dpo-recall full dpo --data.train "$work/pairs"
 
 say "6/6 a hundred held-out questions"
-install -m 644 "$work/template.jinja" "$run/base-hf/chat_template.jinja"
+install -D -m 644 "$work/template.jinja" "$run/base-hf/chat_template.jinja"
 for name in base full lora dpo; do ask "$name"; done
 
 show python - "$run" <<'PYTHON'

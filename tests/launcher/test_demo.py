@@ -30,7 +30,7 @@ def starts_of(script: str, folder: Path, gpus: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (2, 2), (3, 2), (8, 8)])
-@pytest.mark.parametrize(("script", "trainings"), [("quickstart.sh", 2), ("recall.sh", 3), ("chat.sh", 2)])
+@pytest.mark.parametrize(("script", "trainings"), [("quickstart.sh", 2), ("recall.sh", 3), ("chat.sh", 4)])
 def test_a_demo_starts_a_rank_for_each_gpu(tmp_path, script, trainings, gpus, ranks):
     starts = starts_of(script, tmp_path, gpus)
     assert len(starts) >= trainings
