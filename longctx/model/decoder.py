@@ -322,11 +322,9 @@ class Decoder(nn.Module):
         stats_documents_Bt = document_ids if return_stats else None
         scores, tables = stack.scores(tokens_Bt.device), stack.tables(positions_Bt, longest, dtype)
         experts = self._build_moe_call(training_pass, random, documents.num_documents, stats_documents_Bt, new_tokens)
-        store = (
-            None
-            if cache is not None or stream is not None
-            else self._build_host_store(config, tokens_Bt, tables, source)
-        )
+        store = None
+        if cache is None and stream is None:
+            store = self._build_host_store(config, tokens_Bt, tables, source)
         call = partial(
             LayerCall,
             scores=scores,

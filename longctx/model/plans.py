@@ -86,8 +86,8 @@ def plan_read(
 ) -> ReadCall | None:
     """Plan the last layer for the tokens that are read, given the plans for all; return None if all are.
 
-    The core computes all queries nevertheless across ranks, where their work is balanced as it is, and where a query's
-    position decides what it sees.
+    The core still computes all queries across ranks, where these are spread evenly, and if the mask or the scores
+    depend on a query's position.
     """
     if read is None:
         return None

@@ -174,15 +174,14 @@ class Stack(nn.Module):
         return next(self.parameters()).dtype
 
     def run_layer(self, layer: int, x_BtM: Tensor, calls: PassCalls) -> Tensor:
-        """Run one layer, or an MTP block after the last; return its output, after the last layer of tokens read."""
+        """Run one layer, or an MTP block after the last; return its output, the last layer's of ``calls.read`` only."""
         spec = self._specs[layer]
         if layer < self.config.num_layers:
             block = self.layers[layer % len(self.layers)]
         else:
             block = self.mtp[layer - self.config.num_layers].block
-        call = replace(calls.of_mixer[spec.mixer], layer=layer)
-        if layer == self.config.num_layers - 1:
-            call = replace(call, read=calls.read)
+        read = calls.read if layer == self.config.num_layers - 1 else None
+        call = replace(calls.of_mixer[spec.mixer], layer=layer, read=read)
         table = calls.tables[self._rope_of_layer[layer]]
         x_BtM, *of_router = block(x_BtM, table, call=call)
         if spec.ffn == "experts":

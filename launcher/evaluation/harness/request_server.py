@@ -19,7 +19,7 @@ from launcher.evaluation.inference_model import build_decoder, fitting_together
 from launcher.evaluation.model_source import ModelSource, check_reads_text, open_model
 from launcher.evaluation.rank_setup import build_mesh
 from longctx.errors import LongCtxError
-from longctx.generation import Beams, Greedy, Sampling, StopStrings, generate, generate_batch
+from longctx.generation import Sampling, StopStrings, generate_batch
 from longctx.generation.scoring import Pair, Score, can_share, score_after_context, score_packed
 from parallel.comm.world import broadcast_object, gather_objects, on_every_rank, raise_on_all_ranks
 
@@ -71,15 +71,9 @@ class HarnessWorker:
         mine = sorted(assign_by_cost(costs, self.mesh.data)[self.mesh.data_rank])
         options = self._options(generation)
         found: dict[int, str] = {}
-        if isinstance(generation.strategy, Sampling):
-            # Tasks may repeat a prompt, and the copies must get different texts.
-            for index in mine:
-                number, ids = prompts[index]
-                strategy = replace(generation.strategy, seed=self._settings.seed + number)
-                new_ids = generate(self._model, list(ids), generation.max_new_tokens, strategy, **options)
-                found[index] = self._text(new_ids, generation)
-            return found
-        assert isinstance(generation.strategy, (Greedy, Beams))
+        strategy = generation.strategy
+        if isinstance(strategy, Sampling):
+            strategy = replace(strategy, seed=self._settings.seed)
         # Use all prompts, not this rank's portion: every rank must pass the same number.
         many = fitting_together(
             self._model_source.model,
@@ -94,7 +88,8 @@ class HarnessWorker:
             self._model,
             [list(prompts[index][1]) for index in mine],
             generation.max_new_tokens,
-            generation.strategy,
+            strategy,
+            numbers=[prompts[index][0] for index in mine],
             max_sequences=many,
             **options,
         )

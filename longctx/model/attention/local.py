@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from longctx.kernels.attention import ops
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
@@ -307,7 +308,8 @@ def _backward_of(kernel: str, q_BtHD: Tensor) -> Callable[..., Gradients]:
 
 
 def _is_plain(x: Tensor) -> bool:
-    return type(x) is Tensor and on_cpu(x)
+    # A dispatch mode, such as the audit's capture, looks for the operators.
+    return type(x) is Tensor and on_cpu(x) and not is_in_torch_dispatch_mode()
 
 
 def _forward_with_sinks(

@@ -18,19 +18,18 @@ from longctx.architecture.mixers.softmax_mixer import SoftmaxMixer
 from longctx.config import ModelConfig
 from longctx.kernels.rms_norm import rms_norm
 from longctx.model.layers.linear import Linear, Weight
-from longctx.model.layers.norms import build_norm
 from longctx.model.mixers.network import Heads
+from longctx.model.mixers.normed_heads import NormedHeads
 from longctx.model.rotary import RotaryTable, apply_rotary_to_both
 
 
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(NormedHeads):
     """One projection each for queries, keys and values; K = H is multi-head, K = 1 multi-query attention."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
         (K, D), M, H = spec.mixer.key_heads(config), config.hidden_size, config.num_heads
-        self.num_heads, self.num_kv_heads, self.head_dim = H, K, D
-        self.qk_norm, self.v_norm, self.eps = config.qk_norm, config.v_norm, config.norm_eps
+        self.v_norm, self.eps = config.v_norm, config.norm_eps
         self.gates_output = config.attention_gate
         if self.gates_output:
             self.gate_proj = Linear(M, H * D, bias=config.qkv_bias)
@@ -42,13 +41,7 @@ class GroupedQueryAttention(nn.Module):
         if not (isinstance(spec.mixer, SoftmaxMixer) and spec.mixer.shares_values(config)):
             self.v_proj = Linear(M, K * D, bias=config.qkv_bias)
         self.o_proj = Linear(H * D, M, bias=config.o_bias)
-        # A full norm covers all heads' channels (OLMoE), a head norm each head's (Qwen 3).
-        if config.qk_norm == "full":
-            self.q_norm = build_norm(config, H * D)
-            self.k_norm = build_norm(config, K * D)
-        elif config.qk_norm != "none":
-            self.q_norm = build_norm(config, D)
-            self.k_norm = build_norm(config, D)
+        self.add_norms(config, H, K, D)
         self.relative = None
         if config.position == "relative":
             self.relative = RelativePositions(config)
@@ -91,8 +84,7 @@ class GroupedQueryAttention(nn.Module):
 
     def queries(self, x_BtM: Tensor, *, only_graph: bool = False) -> Tensor:
         """Project tokens to queries [B, t, H, D], before positions."""
-        q = self.q_proj(x_BtM, only_graph=only_graph and self._skips_values)
-        return self._heads(q, "q_norm")
+        return self.normed_queries(self.q_proj(x_BtM, only_graph=only_graph and self._skips_values))
 
     def keys_and_values(self, x_BtM: Tensor, *, only_graph: bool = False) -> tuple[Tensor, Tensor]:
         """Project tokens to keys and values [B, t, K, D], before positions."""
@@ -100,24 +92,16 @@ class GroupedQueryAttention(nn.Module):
         v = k
         if self.v_proj is not None:
             v = self.v_proj(x_BtM, only_graph=only_graph and not self.v_norm)
-        v = v.unflatten(-1, (-1, self.head_dim))
+        v = self.split_heads(v)
         if self.v_norm:
             v = rms_norm(v, v.new_ones(self.head_dim), self.eps)
-        return self._heads(k, "k_norm"), v
+        return self.normed_keys(k), v
 
     @property
     def _skips_values(self) -> bool:
         """True if backward reads the values of neither queries nor keys."""
         # Norms read both, and relative positions multiply the queries, so their values must be computed.
         return self.qk_norm == "none" and self.relative is None and not self.v_norm
-
-    def _heads(self, x_BtC: Tensor, norm: str) -> Tensor:
-        if self.qk_norm == "full":
-            x_BtC = getattr(self, norm)(x_BtC)
-        x_BtHD = x_BtC.unflatten(-1, (-1, self.head_dim))
-        if self.qk_norm == "head":
-            x_BtHD = getattr(self, norm)(x_BtHD)
-        return x_BtHD
 
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
         """Gate the heads' outputs if the model has gates, and mix them back to the model width [B, t, M]."""

@@ -6,12 +6,14 @@ Axes: B rows, T tokens, H query heads, K key/value heads, D query/key head size,
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention.kernel_interface import RelativeBias, ScoreRules
@@ -221,3 +223,30 @@ def test_requests_that_make_no_sense_are_refused():
     x = leaves(2, 4)
     with pytest.raises(ValueError, match="cu_seqlens"):
         attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], AttentionMask((0, 4)))
+
+
+class Watched(TorchDispatchMode):
+    """The operators of this library that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "longctx":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_the_operators():
+    """The audit copies their calls; without it kernels run directly, with the same results."""
+    q = torch.randn(1, 7, 2, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    mask, found = AttentionMask([0, 3, 7]), []
+    for watched in (Watched(), None):
+        with watched or nullcontext():
+            out = attend_once(LocalAttention(), q, q, q, mask)
+            (gradient,) = torch.autograd.grad(out.square().sum(), q)
+        found.append((out, gradient))
+        if watched is not None:
+            assert watched.names == ["attention_forward", "attention_backward"]
+    assert all(map(torch.equal, *found))
