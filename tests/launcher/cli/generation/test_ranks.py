@@ -61,7 +61,7 @@ def test_two_ranks_write_what_one_process_does(capsys, run, prompts_file):
         written(capsys, arguments(run, one, *CHOOSING["stops"])),
         written(capsys, arguments(run, many, *CHOOSING["drawn"])),
     ]
-    for how in ("penalties", "beams"):
+    for how in ("penalties", "drawn", "beams"):
         words, out = written(capsys, arguments(run, many, *CHOOSING[how]))
         cases.append(([*words, "--parallel.context=1"], out))
     run_distributed(check_all, 2, cases, timeout=100.0)
